@@ -1,0 +1,22 @@
+"""Training settings that every recipe starts from; a key that is not here is not read."""
+from libai_wb.config import LazyCall
+from libai_wb.evaluation import ClsEvaluator
+from libai_wb.scheduler import WarmupCosineLR
+
+train = dict(
+    output_dir="outputs",
+    seed=0,
+    layout=None,  # for example "dp2tp2"; the command line's --layout comes first
+    dist=dict(data_parallel_size=None, tensor_parallel_size=1, pipeline_parallel_size=1, custom_pipeline_stage_id=None),
+    global_batch_size=None,  # samples per update: set this
+    train_micro_batch_size=None,  # derived from the global batch unless set
+    num_accumulation_steps=None,  # micro-batches per update, derived unless set
+    test_micro_batch_size=256,
+    train_iter=0,  # updates; with train_epoch the larger of the two counts
+    train_epoch=0,
+    warmup_ratio=0.0,
+    scheduler=LazyCall(WarmupCosineLR)(warmup_factor=0.001, alpha=0.01, warmup_method="linear"),
+    log_period=20,
+    evaluation=dict(enabled=True, evaluator=LazyCall(ClsEvaluator)(topk=(1, 5)), eval_period=0, eval_iter=None),
+    checkpointer=dict(period=0, max_to_keep=1),  # period 0: weights at the end only
+)

@@ -1,0 +1,192 @@
+"""All that CI runs, in order; each step has a time limit and prints its seconds.
+
+`python scripts/check.py` runs every step, `python scripts/check.py export notebooks` those two,
+`--full` adds the tests marked `full` and writes reports/test-full.json.
+"""
+import argparse
+import hashlib
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import venv
+import xml.etree.ElementTree as ET
+import zipfile
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+BIN = Path(sys.executable).parent
+ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", "PATH": f"{BIN}:{os.environ['PATH']}"}
+SMOKE = {"experiments/quickstart.ipynb": "{steps: 4, layouts: [dp2, tp2]}"}  # notebook: parameters as YAML
+IN_BARE_VENV = """
+import importlib, pkgutil, sys
+import libai_wb
+assert libai_wb.__file__.startswith(sys.prefix), f"imported {libai_wb.__file__} and not the wheel"
+assert "torch" not in sys.modules, "import libai_wb imported torch"
+found = [module.name for module in pkgutil.walk_packages(libai_wb.__path__, "libai_wb.")]
+names = [name for name in found if not name.startswith("libai_wb.configs.") and not name.endswith("__main__")]
+for name in names: importlib.import_module(name)
+print(len(names), "modules imported from the wheel")
+"""
+
+
+def run(*cmd, limit, cwd=ROOT, log=None):
+    "Run `cmd` for at most `limit` seconds in a process group that ends with it; SystemExit when it fails."
+    out = dict(stdout=log, stderr=subprocess.STDOUT) if log else {}
+    child = subprocess.Popen([str(c) for c in cmd], cwd=cwd, env=ENV, stdin=subprocess.DEVNULL,
+                             start_new_session=True, **out)
+    try: code = child.wait(limit)
+    except subprocess.TimeoutExpired:
+        os.killpg(child.pid, signal.SIGABRT)  # faulthandler shows where each process stood
+        time.sleep(2)
+        code = f"no end within {limit} s"
+    finally: end_group(child)
+    if code != 0: raise SystemExit(f"{Path(cmd[0]).name} {' '.join(map(str, cmd[1:4]))} … failed: {code}")
+
+
+def end_group(child):
+    "Kill what is left of the process group of `child`."
+    try: os.killpg(child.pid, signal.SIGKILL)
+    except ProcessLookupError: pass
+    child.wait()
+
+
+def fingerprints(root):
+    "SHA-256 of every notebook and module, by path: what cleaning and exporting may not change."
+    files = [*root.glob("nbs/**/*.ipynb"), *root.glob("experiments/*.ipynb"), *root.glob("libai_wb/**/*.py")]
+    return {str(f.relative_to(root)): hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
+
+
+def unchanged(*cmds, root=ROOT):
+    "Run `cmds` and fail if they changed a file, whether or not it is committed."
+    before = fingerprints(root)
+    for cmd in cmds: run(*cmd, limit=90, cwd=root)
+    after = fingerprints(root)
+    changed = sorted(f for f in before.keys() | after.keys() if before.get(f) != after.get(f))
+    if changed:
+        raise SystemExit(f"{Path(cmds[0][0]).name} changed {', '.join(changed)}: look at the change and run again.")
+
+
+def count_run(log, expected):
+    "How many notebooks the output of nbdev_test says it ran; its exit code is 0 even when it found none."
+    ran = log.count("- Completed ")
+    if ran < max(1, expected): raise SystemExit(f"nbdev_test ran {ran} of {expected} notebooks.")
+    return ran
+
+
+def unfinished(log):
+    "The notebooks that nbdev_test started and did not complete: where it hung."
+    started, completed = ({Path(line.split()[-1]).name for line in log.splitlines() if line.startswith(word)}
+                          for word in ("Starting ", "- Completed "))
+    return sorted(started - completed)
+
+
+def clean(): unchanged([BIN/"nbdev_clean"], [BIN/"nbdev_clean", "--fname", "experiments"])
+
+
+def export(): unchanged([BIN/"nbdev_export"])
+
+
+def notebooks():
+    "Run every notebook under nbs/ as a test."
+    with tempfile.TemporaryFile("w+") as log:
+        try: run(BIN/"nbdev_test", "--n_workers", 2, "--do_print", "--timing", limit=300, log=log)
+        finally:
+            log.seek(0)
+            text = log.read()
+            print(text, flush=True)
+            if unfinished(text): print("not completed:", *unfinished(text), flush=True)
+    print(count_run(text, len(list(ROOT.glob("nbs/[0-9]*.ipynb")))), "notebooks ran", flush=True)
+
+
+def tests(full=False):
+    "Run pytest; `full` runs the long tests as well and writes the report, failed or not."
+    with tempfile.TemporaryDirectory() as tmp:
+        xml = Path(tmp)/"junit.xml"
+        more = ["-m", "full or not full"] if full else []
+        cmd = [sys.executable, "-m", "pytest", "--durations=10", f"--junitxml={xml}", *more]
+        try: run(*cmd, limit=7200 if full else 360)
+        finally:
+            if full and xml.exists(): write_report(xml, ROOT/"reports"/"test-full.json")
+
+
+def git(*args):
+    "What a git command prints."
+    return subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def outcome(case):
+    "One word for a junit testcase, by its child elements."
+    words = dict(failure="failed", error="failed", skipped="skipped")
+    return next((word for tag, word in words.items() if case.find(tag) is not None), "passed")
+
+
+def write_report(xml, path):
+    "Date, commit, machine, totals, and each full test with its seconds and the figures that it recorded."
+    cases, rows = list(ET.parse(xml).iter("testcase")), []
+    for case in cases:
+        figures = {p.get("name"): p.get("value") for p in case.iter("property")}
+        if figures.pop("full", None) or figures or outcome(case) == "failed":
+            name = f"{case.get('classname')}::{case.get('name')}"
+            rows.append(dict(test=name, outcome=outcome(case), seconds=round(float(case.get("time")), 1), **figures))
+    report = dict(date=datetime.now(timezone.utc).isoformat(timespec="seconds"), commit=git("rev-parse", "HEAD"),
+                  uncommitted=bool(git("status", "--porcelain")), python=platform.python_version(),
+                  torch=version("torch"), cores=os.cpu_count(),
+                  totals={word: sum(outcome(c) == word for c in cases) for word in ("passed", "failed", "skipped")},
+                  seconds=round(sum(float(c.get("time")) for c in cases), 1), tests=rows)
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(report, indent=1) + "\n")
+    print("report:", path.relative_to(ROOT), flush=True)
+
+
+def smoke():
+    "Run the experiments through papermill with tiny parameters."
+    with tempfile.TemporaryDirectory() as tmp:
+        for name, parameters in SMOKE.items():
+            run(BIN/"papermill", ROOT/name, Path(tmp)/Path(name).name, "-y", parameters, "-p", "out", f"{tmp}/out",
+                "--cwd", tmp, "--no-progress-bar", "--log-output", limit=180, cwd=tmp)
+
+
+def wheel():
+    "Build sdist and wheel, install the wheel in a bare venv that borrows the dependencies, import all of it there."
+    with tempfile.TemporaryDirectory() as tmp:
+        tmp = Path(tmp)
+        build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", tmp/"dist", ROOT]
+        run(*build, limit=120, cwd=tmp, log=subprocess.DEVNULL)
+        built = next(tmp.glob("dist/*.whl"))
+        missing = {f for f in fingerprints(ROOT) if f.startswith("libai_wb/")} - set(zipfile.ZipFile(built).namelist())
+        if missing: raise SystemExit(f"The wheel lacks {', '.join(sorted(missing))}.")
+        venv.create(tmp/"bare", symlinks=True)
+        site = next(tmp.glob("bare/lib/python*/site-packages"))
+        (site/"borrowed.pth").write_text("\n".join(p for p in sys.path if p.endswith("site-packages")))
+        pip = [sys.executable, "-m", "pip", "--python", tmp/"bare/bin/python", "install", "-q", "--no-deps"]
+        run(*pip, built, limit=90, cwd=tmp)
+        run(tmp/"bare/bin/python", "-c", IN_BARE_VENV, limit=120, cwd=tmp)
+        run(tmp/"bare/bin/libai-wb", "--help", limit=60, cwd=tmp, log=subprocess.DEVNULL)
+
+
+STEPS = dict(clean=clean, export=export, notebooks=notebooks, tests=tests, smoke=smoke, wheel=wheel)
+
+
+def main():
+    "Run the named steps (all of them by default), stopping at the first that fails."
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("steps", nargs="*", choices=[*STEPS, []], metavar="step", help=", ".join(STEPS))
+    parser.add_argument("--full", action="store_true", help="add the tests marked full and write their report")
+    args = parser.parse_args()
+    begin = time.monotonic()
+    for name in args.steps or STEPS:
+        print(f"\n== {name}", flush=True)
+        start = time.monotonic()
+        STEPS[name](**({"full": args.full} if name == "tests" else {}))
+        print(f"== {name}: {time.monotonic() - start:.0f} s", flush=True)
+    print(f"\nall steps passed in {time.monotonic() - begin:.0f} s", flush=True)
+
+
+if __name__ == "__main__": main()

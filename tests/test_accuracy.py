@@ -1,0 +1,42 @@
+"""Figures of the README: accuracy of the shipped recipes (minutes, so only in `make test-full`)."""
+import pytest
+import torch
+from torch import nn
+
+from libai_wb.config import LazyCall
+from libai_wb.engine.build import load_recipe
+from libai_wb.engine.default import train
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
+
+
+class PixelModel(nn.Sequential):
+    "Softmax regression on the pixels, the yardstick: what a model without a transformer reaches."
+    def __init__(self): super().__init__(nn.Flatten(), nn.Linear(28 * 28, 10))
+
+
+def top1(cfg, out, layout="1"):
+    run = train(cfg, layout=layout, out=out, progress=False)
+    return run, run.summary["evaluation"]["Acc@1"]
+
+
+@pytest.mark.parametrize("layout", ["1", "dp2"])
+def test_vit_micro_on_fashion_mnist(tmp_path, record_property, layout):
+    run, accuracy = top1(load_recipe("vit_micro_fashion_mnist"), tmp_path / "run", layout)
+    record_property("top1", f"{accuracy:.2f}")
+    record_property("seconds_of_training", f"{run.summary['seconds']:.0f}")
+    assert accuracy >= 85
+
+
+def test_linear_model_on_the_pixels(tmp_path, record_property):
+    cfg = load_recipe("vit_micro_fashion_mnist")
+    cfg.model = LazyCall(PixelModel)()
+    _, accuracy = top1(cfg, tmp_path / "run")
+    record_property("top1", f"{accuracy:.2f}")
+    assert 75 < accuracy < 88
+
+
+def test_vit_nano_on_digits(tmp_path, record_property):
+    _, accuracy = top1(load_recipe("vit_nano_digits"), tmp_path / "run")
+    record_property("top1", f"{accuracy:.2f}")
+    assert accuracy >= 80
