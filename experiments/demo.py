@@ -4,6 +4,7 @@
 """
 import argparse
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -15,48 +16,42 @@ ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOK = ROOT/"experiments"/"quickstart.ipynb"
 RESULTS = ("quickstart.ipynb", "quickstart.html", "report.md", "losses.png", "summary.json")
 NEEDS_DISK, NEEDS_MEMORY = 100e6, 2.5e9  # bytes: the results; the notebook and two ranks
-EXTRA = ("papermill", "nbconvert", "nbformat", "ipykernel", "psutil", "ipywidgets")
+EXTRA = ("papermill", "nbconvert", "nbformat", "ipykernel", "psutil")
 
 
 class Trouble(Exception): "What stands in the way, in one sentence."
 
 
 def check_room(disk, memory):
-    "Refuse free bytes of `disk` and `memory` that a run does not fit in."
+    "Refuse a machine with too few free bytes of `disk` or `memory`."
     if disk < NEEDS_DISK:
         raise Trouble(f"{disk / 1e6:.0f} MB of disk are free and the results need {NEEDS_DISK / 1e6:.0f} MB; free some, "
-                      "or choose another place with --out.")
+                      "or choose another place with DEMO_ARGS='--out DIR'.")
     if memory < NEEDS_MEMORY:
-        raise Trouble(f"{memory / 1e9:.1f} GB of memory are free and the notebook needs {NEEDS_MEMORY / 1e9:.1f} GB for "
-                      "itself and two ranks; close some programs and run it again.")
+        raise Trouble(f"{memory / 1e9:.1f} GB of memory are free and the notebook with two ranks needs "
+                      f"{NEEDS_MEMORY / 1e9:.1f} GB; close some programs and run it again.")
 
 
 def check_extra(names=EXTRA):
     "Refuse to start when a package of the notebook extra is missing."
     if missing := [n for n in names if not importlib.util.find_spec(n)]:
         raise Trouble(f"The demo needs the notebook extra and {missing[0]} is not installed; run `make demo`, or "
-                      "`pip install -e '.[notebook]'` in this folder.")
+                      "`pip install -e '.[notebook]'` in the project's folder.")
 
 
 def without_widgets(nb):
-    "The notebook without progress bars that are blank once their kernel is gone."
+    "The notebook without progress bars, which are blank once their kernel is gone."
     nb.metadata.pop("widgets", None)
     for cell in nb.cells:
-        shown = cell.get("outputs", [])
-        if shown: cell.outputs = [o for o in shown if "application/vnd.jupyter.widget-view+json" not in o.get("data", {})]
+        if shown := cell.get("outputs"):
+            cell.outputs = [o for o in shown if "application/vnd.jupyter.widget-view+json" not in o.get("data", {})]
     return nb
 
 
 def sentence(error):
     "What a failed cell said, without colours and traceback."
-    text = re.sub(r"\x1b\[[0-9;]*m", "", f"{error.evalue}").strip() or "no message"
-    if text.startswith("✘"): return text
-    return f"✘ The quickstart stopped in its cell {error.cell_index}: {error.ename}: {text.splitlines()[0]}"
-
-
-def free_disk(path):
-    "Free bytes where `path` is or will be."
-    return shutil.disk_usage(next(p for p in (path, *path.parents) if p.exists())).free
+    text = re.sub(r"\x1b\[[0-9;]*m", "", error.evalue).strip().splitlines() or ["no message"]
+    return text[0] if text[0].startswith("✘") else f"The quickstart stopped in a cell: {error.ename}: {text[0]}"
 
 
 def prepare(out):
@@ -64,62 +59,57 @@ def prepare(out):
     check_extra()
     sys.path.insert(0, str(ROOT))  # so that it also runs where the package is not installed
     from libai_wb.mesh.room import free_memory
-    check_room(free_disk(out), free_memory())
+    check_room(shutil.disk_usage(next(p for p in (out, *out.parents) if p.exists())).free, free_memory())
     out.mkdir(parents=True, exist_ok=True)
     for name in RESULTS: (out/name).unlink(missing_ok=True)
-    os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"  # the kernel of this environment, not another one of the user's
+    os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"  # the kernel of this environment, not another one of yours
 
 
 def execute(out, parameters):
     "Run the notebook with a progress bar; it writes its results into `out`."
     import papermill
-    papermill.execute_notebook(NOTEBOOK, out/"quickstart.ipynb", dict(parameters, out=str(out)), cwd=ROOT,
-                               kernel_name="python3", progress_bar=True)
+    papermill.execute_notebook(NOTEBOOK, out/RESULTS[0], dict(parameters, out=str(out)), cwd=ROOT, kernel_name="python3",
+                               progress_bar=True, extra_arguments=["--log-level=ERROR"])
 
 
 def export(out):
     "Clean the executed notebook and write it as a page."
     import nbformat
     from nbconvert import HTMLExporter
-    nb = without_widgets(nbformat.read(out/"quickstart.ipynb", as_version=4))
-    nbformat.write(nb, out/"quickstart.ipynb")
+    nb = without_widgets(nbformat.read(out/RESULTS[0], as_version=4))
+    nbformat.write(nb, out/RESULTS[0])
     page, _ = HTMLExporter(mathjax_url="", exclude_input_prompt=True, exclude_output_prompt=True).from_notebook_node(nb)
-    (out/"quickstart.html").write_text(page, encoding="utf-8")
+    (out/RESULTS[1]).write_text(page, encoding="utf-8")
 
 
-def parse(argv):
+def run(out, parameters):
+    "Run, export whatever was reached, and hand back the line that says how it went."
+    prepare(out)
+    from papermill.exceptions import PapermillExecutionError
+    try: execute(out, parameters)
+    except PapermillExecutionError as e: raise Trouble(f"{sentence(e)}\n  as far as it went: {out/RESULTS[0]}") from None
+    finally:
+        if (out/RESULTS[0]).exists(): export(out)
+    return json.loads((out/"summary.json").read_text())["line"]
+
+
+def parse(argv=None):
     "The folder, and the notebook's parameters that were given."
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT/"outputs"/"quickstart", help="folder for the results")
     parser.add_argument("--steps", type=int, help="optimizer updates (60)")
-    parser.add_argument("--layouts", type=lambda text: text.split(","), help="layouts to compare (dp2,tp2,pp2,dp2tp2)")
+    parser.add_argument("--layouts", type=lambda text: text.split(","), help="what to compare (dp2,tp2,pp2,dp2tp2)")
     args = parser.parse_args(argv)
     return args.out.resolve(), {k: v for k in ("steps", "layouts") if (v := getattr(args, k)) is not None}
 
 
 def main(argv=None):
-    "Exit code 0, or 1 with a sentence."
+    "Exit code 0, or another one with a sentence."
     out, parameters = parse(argv)
     began = time.monotonic()
-    try:
-        prepare(out)
-        from papermill.exceptions import PapermillExecutionError
-        try: execute(out, parameters)
-        except PapermillExecutionError as e: raise Trouble(f"{sentence(e)}\n  as far as it went: {out/RESULTS[0]}") from None
-        finally:
-            if (out/RESULTS[0]).exists(): export(out)
+    try: print(run(out, parameters), *(f"  {out/name}" for name in RESULTS), f"  {time.monotonic() - began:.0f} s", sep="\n")
     except Trouble as e: return print(f"✘ {str(e).removeprefix('✘ ')}", file=sys.stderr) or 1
     except KeyboardInterrupt: return print("\n✘ You stopped the demo.", file=sys.stderr) or 130
-    return finish(out, time.monotonic() - began)
-
-
-def finish(out, seconds):
-    "Say how it went and where the results are."
-    import json
-    facts = json.loads((out/"summary.json").read_text())
-    for name, why in facts["left_out"].items(): print(f"{name} was left out: {why}")
-    print(facts["line"], *(f"  {out/name}" for name in RESULTS), f"  {seconds:.0f} s", sep="\n")
-    return 0 if facts["ok"] else 1
 
 
 if __name__ == "__main__": sys.exit(main())

@@ -5,17 +5,25 @@
 # %% auto #0
 __all__ = ['recipes_verb', 'info_verb', 'train_verb', 'verify_verb', 'main']
 
-# %% ../nbs/80_cli.ipynb #c75af407
+# %% ../nbs/80_cli.ipynb #fdb784dd
 import argparse
+import os
 import sys
 from pathlib import Path
 
-# %% ../nbs/80_cli.ipynb #f2375570
+# %% ../nbs/80_cli.ipynb #374da5a4
 def _config(args):
     "The config that a command line asks for."
-    from libai_wb.config.checks import override_strict, unknown_keys
-    from libai_wb.engine.build import load_recipe, recipe_keys
-    cfg = override_strict(load_recipe(args.config), args.overrides)
+    from libai_wb.config.checks import override_strict
+    from libai_wb.engine.build import load_recipe
+    return override_strict(load_recipe(args.config), args.overrides)
+
+# %% ../nbs/80_cli.ipynb #890039b9
+def _checked_config(args):
+    "The same, with a line for each key that nothing reads; `train` says so by itself."
+    from libai_wb.config.checks import unknown_keys
+    from libai_wb.engine.build import recipe_keys
+    cfg = _config(args)
     for sentence in unknown_keys(cfg, recipe_keys()): print(f"libai-wb: warning: {sentence}", file=sys.stderr)
     return cfg
 
@@ -33,25 +41,26 @@ def recipes_verb(args):
     from libai_wb.engine.build import recipe_lines
     print("\n".join(recipe_lines()))
 
-# %% ../nbs/80_cli.ipynb #0aec3938
+# %% ../nbs/80_cli.ipynb #9b7b6d1f
 def info_verb(args):
     "Say what a config describes: parameters, FLOPs, batch sums, what each rank does."
     from libai_wb.engine.inspection import inspect_config
-    print(inspect_config(_config(args), args.layout))
+    print(inspect_config(_checked_config(args), args.layout))
 
-# %% ../nbs/80_cli.ipynb #e32e59b0
+# %% ../nbs/80_cli.ipynb #67670abc
 def train_verb(args):
     "Train a config."
     from libai_wb.engine.default import train
-    print(train(_config(args), layout=args.layout, out=args.out, device=args.device,
-                progress=sys.stderr.isatty(), name=Path(args.config).stem))
+    run = train(_config(args), layout=args.layout, out=args.out, device=args.device,
+                progress=sys.stderr.isatty(), name=Path(args.config).stem)
+    if os.environ.get("RANK", "0") == "0": print(run) # under torchrun every rank comes by here
 
-# %% ../nbs/80_cli.ipynb #23493650
+# %% ../nbs/80_cli.ipynb #25a1d989
 def verify_verb(args):
     "Hold layouts against one process."
     from libai_wb.align.verification import DEFAULT_LAYOUTS, verify
     layouts = args.layouts.split(",") if args.layouts else DEFAULT_LAYOUTS
-    answer = verify(_config(args), layouts, steps=args.steps, dtype=args.dtype, ref=args.ref, init=args.init,
+    answer = verify(_checked_config(args), layouts, steps=args.steps, dtype=args.dtype, ref=args.ref, init=args.init,
                     patch=args.patch, device=args.device, progress=sys.stderr.isatty(), name=args.config)
     print(answer)
     if args.json: answer.to_json(args.json)
@@ -114,34 +123,26 @@ def _parse(argv):
     if rest: args.overrides = [*args.overrides, *rest]
     return args
 
-# %% ../nbs/80_cli.ipynb #b5eb768e
-def _complain(sentence):
+# %% ../nbs/80_cli.ipynb #3af4cf73
+def _complain(error):
     "One sentence on stderr."
-    print(f"libai-wb: {sentence}", file=sys.stderr)
+    bare = error.args and not isinstance(error, (OSError, SyntaxError)) # str() of a KeyError would quote it
+    print(f"libai-wb: {error.args[0] if bare else error}", file=sys.stderr)
     return 2
 
-# %% ../nbs/80_cli.ipynb #ea33c40e
-_USER_ERRORS = ("ValueError", "InstantiationError", "ConfigKeyError", "FileNotFoundError",
-                "FloatingPointError")
-
-# %% ../nbs/80_cli.ipynb #4ff34f37
-def _rank_sentence(error):
-    "The sentence of a user's mistake that a rank met, or `None`."
-    kind, _, sentence = getattr(error, "reason", "").removeprefix("failed: ").partition(": ")
-    return sentence if kind.rpartition(".")[2] in _USER_ERRORS else None
-
-# %% ../nbs/80_cli.ipynb #cad2b29c
+# %% ../nbs/80_cli.ipynb #ffe71738
 def main(
     argv: list[str] | None = None, # Words of the command line; `None` takes them from `sys.argv`
 ) -> int: # Exit code: 0 done, 1 a layout does not follow, 2 a mistake in the call
     "Entry of the console script and of ranks under torchrun."
     args = _parse(argv)
     try: return args.function(args) or 0
-    except (ValueError, FileNotFoundError, FloatingPointError) as e:
-        return _complain(e.args[0] if e.args else e)
+    except (ValueError, OSError, FloatingPointError, SyntaxError, ImportError, NotImplementedError) as e:
+        return _complain(e)
     except RuntimeError as e: # a rank's own mistake in the call, without the traceback
-        if not (sentence := _rank_sentence(e)): raise
-        return _complain(sentence)
+        own = e.user_error() if hasattr(e, "user_error") else None
+        if own is None: raise
+        return _complain(own)
 
 # %% ../nbs/80_cli.ipynb #bfa43c8f
 if __name__ == "__main__" and __spec__ is not None: sys.exit(main())

@@ -96,7 +96,7 @@ def export(): unchanged([BIN/"nbdev_export"])
 def notebooks():
     "Run every notebook under nbs/ as a test."
     with tempfile.TemporaryFile("w+") as log:
-        try: run(BIN/"nbdev_test", "--n_workers", 2, "--do_print", "--timing", limit=300, log=log)
+        try: run(BIN/"nbdev_test", "--n_workers", 2, "--do_print", "--timing", limit=900, log=log)
         finally:
             log.seek(0)
             text = log.read()
@@ -111,7 +111,7 @@ def tests(full=False):
         xml = Path(tmp)/"junit.xml"
         more = ["-m", "full or not full"] if full else []
         cmd = [sys.executable, "-m", "pytest", "--durations=10", f"--junitxml={xml}", *more]
-        try: run(*cmd, limit=7200 if full else 360)
+        try: run(*cmd, limit=7200 if full else 1200)
         finally:
             if full and xml.exists(): write_report(xml, ROOT/"reports"/"test-full.json")
 

@@ -111,18 +111,18 @@ def test_named_variants_have_timms_shapes(name):
 
 
 def test_one_seed_one_model():
-    a, b = (create_model("vit_nano_patch2_8", seed=3).state_dict() for _ in range(2))
+    a, b = (create_model("vit_nano_patch4_8", seed=3).state_dict() for _ in range(2))
     for name, value in a.items(): assert torch.equal(value, b[name]), name
-    wide = create_model("vit_nano_patch2_8", seed=3, dtype=torch.float64).state_dict()
+    wide = create_model("vit_nano_patch4_8", seed=3, dtype=torch.float64).state_dict()
     for name, value in a.items(): assert torch.equal(value.double(), wide[name]), name
 
 
 def check_slices(rank, n, layout):
     "Names of this rank's parameters, and whether each is the slice of the one-process model's."
-    target, arguments = model_spec("vit_nano_patch2_8")
+    target, arguments = model_spec("vit_nano_patch4_8")
     with torch.device("meta"): model = target(**arguments)
     part = dict(parallelize(model, make_mesh(ParallelLayout.parse(layout)), seed=3).named_parameters())
-    whole = dict(create_model("vit_nano_patch2_8", seed=3).named_parameters())
+    whole = dict(create_model("vit_nano_patch4_8", seed=3).named_parameters())
     return list(part), all(torch.equal(logical(p), whole[k]) for k, p in part.items())
 
 
@@ -130,7 +130,7 @@ def check_slices(rank, n, layout):
 def test_one_model_for_every_layout(layout):
     found = run_ranks(check_slices, ParallelLayout.parse(layout).world, layout)
     assert all(equal for _, equal in found)
-    assert {k for names, _ in found for k in names} == set(create_model("vit_nano_patch2_8").state_dict())
+    assert {k for names, _ in found for k in names} == set(create_model("vit_nano_patch4_8").state_dict())
 
 
 def test_layers_stand_alone():

@@ -52,7 +52,7 @@ def _run(path):
     finally: _chain.reset(token)
     return module
 
-# %% ../../nbs/03_config.lazy.ipynb #d06c4f54
+# %% ../../nbs/03_config.lazy.ipynb #e792ecf3
 def _relative(path, name, level):
     "The file that `from <level dots><name> import` means inside the config file `path`"
     target = path.parents[level - 1].joinpath(*filter(None, name.split(".")))
@@ -62,9 +62,15 @@ def _relative(path, name, level):
         raise ImportError(f"config file {path} imports {text}, a directory: import a file in it")
     raise ImportError(f"config file {path} imports {text}, but there is no file {file}")
 
+def _absolute(path, name, globals, locals, fromlist):
+    "An ordinary import; a module that is missing is named with the config file that wants it"
+    try: return builtins.__import__(name, globals, locals, fromlist)
+    except ModuleNotFoundError as e:
+        raise ImportError(f"config file {path} imports {name}: {e.msg}; install it, or check the spelling") from e
+
 def _import(path, name, globals=None, locals=None, fromlist=(), level=0):
     "`__import__` for the config file `path`: relative imports run the other file anew"
-    if level == 0: return builtins.__import__(name, globals, locals, fromlist, level)
+    if level == 0: return _absolute(path, name, globals, locals, fromlist)
     module = _run(_relative(path, name, level))
     names = vars(module) if "*" in fromlist else set(fromlist) & set(vars(module))
     vars(module).update({k: _cast(vars(module)[k]) for k in names if not k.startswith("__")})

@@ -8,7 +8,7 @@ from .common.optim import optim
 from .common.train import train
 
 model = LazyCall(VisionTransformer)(
-    img_size=8, patch_size=2, in_chans=1, num_classes=10, embed_dim=32, depth=4, num_heads=4, mlp_ratio=4.0)
+    img_size=8, patch_size=4, in_chans=1, num_classes=10, embed_dim=32, depth=4, num_heads=4, mlp_ratio=4.0)
 dataloader = dict(
     train=LazyCall(TrainLoader)(dataset=LazyCall(digits)(train=True)),
     test=LazyCall(EvalLoader)(dataset=LazyCall(digits)(train=False)),

@@ -51,54 +51,57 @@ class MetricsHook(HookBase):
 
     def after_train(self): self.writer.close()
 
-# %% ../../nbs/56_engine.hooks.ipynb #9026f948
+# %% ../../nbs/56_engine.hooks.ipynb #49d5f5d1
 class PeriodicHook(HookBase):
-    "Call `act(updates done)` every `period` updates and at the end of a successful run."
+    "Calls `act(updates done)` every `period` updates and at the end of a successful run; define `act`."
     def __init__(self,
-        period: int, # Updates between two calls, 0 for the end only
-        act: Callable[[int], None], # Receives the number of updates done
-    ): self.period, self.act, self.last = period, act, -1
+        period: int = 0, # Updates between two calls, 0 for the end only
+    ): self.period, self.last = period, -1
 
-    def fire(self, updates):
+    def act(self, updates): raise NotImplementedError(f"{type(self).__name__} must define act(updates)")
+
+    def after_step(self):
+        if self.period and (self.trainer.iter + 1) % self.period == 0: self._fire(self.trainer.iter + 1)
+
+    def after_train(self):
+        if self.trainer.done: self._fire(self.trainer.max_iter)
+
+    def _fire(self, updates):
         if updates != self.last: self.act(updates)
         self.last = updates
 
-    def after_step(self):
-        if self.period and (self.trainer.iter + 1) % self.period == 0: self.fire(self.trainer.iter + 1)
-
-    def after_train(self):
-        if self.trainer.done: self.fire(self.trainer.max_iter)
-
-# %% ../../nbs/56_engine.hooks.ipynb #6a2d8ffc
+# %% ../../nbs/56_engine.hooks.ipynb #fb0c3f50
 class EvalHook(PeriodicHook):
-    "Evaluate every `period` updates and at the end of a successful run."
-    def __init__(self,
-        period: int, # Updates between two evaluations, 0 for the end only
-        evaluate: Callable[[], dict], # Called on every rank
-        publish: Callable[[int, dict], None], # Receives the last update's number, from 0, and the results
-    ): super().__init__(period, lambda updates: publish(updates - 1, evaluate()))
+    "Evaluates: `trainer.publish(last update's number, trainer.evaluate())`."
+    def act(self, updates): self.trainer.publish(updates - 1, self.trainer.evaluate())
 
-# %% ../../nbs/56_engine.hooks.ipynb #5956f227
+# %% ../../nbs/56_engine.hooks.ipynb #73223219
 class CheckpointHook(PeriodicHook):
-    "Save weights every `period` updates and at the end of a successful run."
+    "Saves weights: `trainer.save(updates done, max_to_keep)`."
     def __init__(self,
-        period: int, # Updates between two checkpoints, 0 for the end only
-        save: Callable, # `save(updates, max_to_keep)`, called on every rank
+        period: int = 0, # Updates between two checkpoints, 0 for the end only
         max_to_keep: int | None = None, # Older checkpoints are removed, `None` keeps all
-    ): super().__init__(period, lambda updates: save(updates, max_to_keep))
+    ):
+        super().__init__(period)
+        self.max_to_keep = max_to_keep
 
-# %% ../../nbs/56_engine.hooks.ipynb #be63de64
+    def act(self, updates): self.trainer.save(updates, self.max_to_keep)
+
+# %% ../../nbs/56_engine.hooks.ipynb #7aeb5e30
 class ProgressHook(HookBase):
-    "Report the progress to a function."
+    "Reports the progress to a function."
     def __init__(self,
-        report: Callable[[int, dict], None], # Receives the updates done and the last one's metrics
+        report: Callable[[dict], None], # Receives a dict of done, total, rate (samples per second), metrics
         period: int = 1, # Updates between two reports
         seconds: float = 0, # Least time between two reports
-    ): self.report, self.period, self.seconds, self.told = report, period, seconds, 0.
+    ): self.report, self.period, self.seconds, self.told, self.samples = report, period, seconds, 0., 0.
+
+    def before_train(self): self.start = time.perf_counter()
 
     def after_step(self):
-        updates, now = self.trainer.iter + 1, time.perf_counter()
-        due = updates % self.period == 0 and now - self.told >= self.seconds
-        if not due and updates != self.trainer.max_iter: return
-        self.told = now
-        self.report(updates, self.trainer.metrics)
+        t, now = self.trainer, time.perf_counter()
+        done, self.samples = t.iter + 1, self.samples + t.metrics["samples"]
+        due = done % self.period == 0 and now - self.told >= self.seconds
+        if not due and done != t.max_iter: return
+        self.told, rate = now, self.samples / (now - self.start)
+        self.report(dict(done=done, total=t.max_iter, rate=rate, metrics=t.metrics))

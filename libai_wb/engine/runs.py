@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['new_folder', 'check_free', 'cell_sources', 'write_summary', 'measured', 'close_run', 'end_state', 'recorded', 'Run']
 
-# %% ../../nbs/58b_engine.runs.ipynb #ad6408bf
+# %% ../../nbs/58b_engine.runs.ipynb #171019ef
 import ast
 import io
 import json
@@ -24,8 +24,8 @@ from torch import nn
 from .. import __version__
 from ..config.lazy import LazyConfig, portable
 from .build import build_plain
-from .checkpoint import latest, load_weights, remove_partial, save_weights
-from .events import MetricsWriter, read_metrics
+from .checkpoint import latest, load_weights, remove_partial
+from .events import read_metrics
 from ..mesh.parallelize import parallelize
 
 # %% ../../nbs/58b_engine.runs.ipynb #e61410fc

@@ -5,8 +5,7 @@
 # %% auto #0
 __all__ = ['constant', 'zeros', 'ones', 'normal', 'trunc_normal', 'uniform', 'xavier_normal', 'xavier_uniform']
 
-# %% ../../nbs/20_layers.init.ipynb #9ad40b50
-import math
+# %% ../../nbs/20_layers.init.ipynb #ed7abb3b
 from functools import partial
 
 import torch

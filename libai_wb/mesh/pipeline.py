@@ -6,7 +6,7 @@
 __all__ = ['whole_model', 'units_here', 'StageModule', 'inputs_of', 'micro_batches', 'Accumulate', 'boundaries', 'stage_of',
            'Pipeline']
 
-# %% ../../nbs/16_mesh.pipeline.ipynb #3bdc9f10
+# %% ../../nbs/16_mesh.pipeline.ipynb #65a1ad82
 from typing import Callable
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from .launch import make_mesh
-from .parallelize import StageCut, _toy, logical, parallelize
+from .parallelize import StageCut, _toy, parallelize
 from .topology import ParallelLayout, Unit
 
 # %% ../../nbs/16_mesh.pipeline.ipynb #d97dedc7

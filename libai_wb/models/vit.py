@@ -119,8 +119,8 @@ def _register(size, patch_size, img_size, **more):
     register_model(f"vit_{size}_patch{patch_size}_{img_size}", VisionTransformer,
                    img_size=img_size, patch_size=patch_size, **sizes, **more)
 
-# %% ../../nbs/31_models.vit.ipynb #633ecdb4
-_register("nano", 2, 8, in_chans=1, num_classes=10)
+# %% ../../nbs/31_models.vit.ipynb #82751eec
+_register("nano", 4, 8, in_chans=1, num_classes=10)
 _register("micro", 7, 28, in_chans=1, num_classes=10)
 for _size, _pixels in [("tiny", 16), ("small", 16), ("small", 32), ("base", 16), ("base", 32), ("large", 16),
                        ("huge", 14), ("giant", 14), ("gigantic", 14)]: _register(_size, _pixels, 224)

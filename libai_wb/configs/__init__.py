@@ -1,0 +1,1 @@
+"""Recipes: plain config files, one run each."""

@@ -1,0 +1,1 @@
+"""Pieces that recipes share."""
