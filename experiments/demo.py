@@ -13,10 +13,8 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-NOTEBOOK = ROOT/"experiments"/"quickstart.ipynb"
 RESULTS = ("quickstart.ipynb", "quickstart.html", "report.md", "losses.png", "summary.json")
 NEEDS_DISK, NEEDS_MEMORY = 100e6, 2.5e9  # bytes: the results; the notebook and two ranks
-EXTRA = ("papermill", "nbconvert", "nbformat", "ipykernel", "psutil")
 
 
 class Trouble(Exception): "What stands in the way, in one sentence."
@@ -32,7 +30,7 @@ def check_room(disk, memory):
                       f"{NEEDS_MEMORY / 1e9:.1f} GB; close some programs and run it again.")
 
 
-def check_extra(names=EXTRA):
+def check_extra(names=("papermill", "nbconvert", "nbformat", "ipykernel", "psutil")):
     "Refuse to start when a package of the notebook extra is missing."
     if missing := [n for n in names if not importlib.util.find_spec(n)]:
         raise Trouble(f"The demo needs the notebook extra and {missing[0]} is not installed; run `make demo`, or "
@@ -43,8 +41,8 @@ def without_widgets(nb):
     "The notebook without progress bars, which are blank once their kernel is gone."
     nb.metadata.pop("widgets", None)
     for cell in nb.cells:
-        if shown := cell.get("outputs"):
-            cell.outputs = [o for o in shown if "application/vnd.jupyter.widget-view+json" not in o.get("data", {})]
+        shown = [o for o in cell.get("outputs", []) if "application/vnd.jupyter.widget-view+json" not in o.get("data", {})]
+        if "outputs" in cell: cell.outputs = shown
     return nb
 
 
@@ -57,7 +55,7 @@ def sentence(error):
 def prepare(out):
     "Check what a run needs, and make room for its results in `out`."
     check_extra()
-    sys.path.insert(0, str(ROOT))  # so that it also runs where the package is not installed
+    sys.path.insert(0, str(ROOT))  # it also runs where the package is not installed
     from libai_wb.mesh.room import free_memory
     check_room(shutil.disk_usage(next(p for p in (out, *out.parents) if p.exists())).free, free_memory())
     out.mkdir(parents=True, exist_ok=True)
@@ -68,8 +66,8 @@ def prepare(out):
 def execute(out, parameters):
     "Run the notebook with a progress bar; it writes its results into `out`."
     import papermill
-    papermill.execute_notebook(NOTEBOOK, out/RESULTS[0], dict(parameters, out=str(out)), cwd=ROOT, kernel_name="python3",
-                               progress_bar=True, extra_arguments=["--log-level=ERROR"])
+    papermill.execute_notebook(ROOT/"experiments"/"quickstart.ipynb", out/RESULTS[0], dict(parameters, out=str(out)), cwd=ROOT,
+                               kernel_name="python3", progress_bar=True, extra_arguments=["--log-level=ERROR"])
 
 
 def export(out):
@@ -90,7 +88,13 @@ def run(out, parameters):
     except PapermillExecutionError as e: raise Trouble(f"{sentence(e)}\n  as far as it went: {out/RESULTS[0]}") from None
     finally:
         if (out/RESULTS[0]).exists(): export(out)
-    return json.loads((out/"summary.json").read_text())["line"]
+    return report(json.loads((out/"summary.json").read_text()))
+
+
+def report(facts):
+    "How it went, and what this machine was too small for."
+    left = ", ".join(facts["left_out"])
+    return facts["line"] + (f"\n  not run, because this machine carries no more ranks: {left}" if left else "")
 
 
 def parse(argv=None):

@@ -222,7 +222,7 @@ def _check_gpus(n, device):
         raise ValueError(f"{n} ranks were asked for on cuda and {torch.cuda.device_count()} GPUs are visible, "
                          "one for each rank; use a smaller layout or device='cpu'.")
 
-# %% ../../nbs/12_mesh.launch.ipynb #ee8ed916
+# %% ../../nbs/12_mesh.launch.ipynb #387b3bbf
 def run_ranks(
     fn: Callable, # Importable `fn(rank, n, *args, **kwargs)`; its result must pickle
     n: int, # Number of ranks
@@ -245,8 +245,9 @@ def run_ranks(
         with _no_main():
             for r in range(n):
                 call = (r, n, payload, folder, pipes[r][1], timeout, group_timeout, device)
-                processes.append(context.Process(target=_rank_main, args=call))
-                processes[-1].start()
+                process = context.Process(target=_rank_main, args=call)
+                process.start()
+                processes.append(process)
                 pipes[r][1].close()
         watch = _Watch(processes, [p[0] for p in pipes], timeout, on_report)
         _raise_first(watch, watch.run(), n, folder, timeout)

@@ -117,7 +117,7 @@ def _draw_differences(ax, diffs, band, styles):
         ax.plot(np.arange(len(diff)), np.clip(diff, low, high), label=name, **styles[name])
     _mark_ends(ax, diffs, {0: low, np.inf: high})
 
-# %% ../../nbs/72_notebook.plots.ipynb #19d6af70
+# %% ../../nbs/72_notebook.plots.ipynb #3ad76cc6
 def _mark_ends(ax, diffs, ends):
     "Say on the axis what the floor (0) and the ceiling (inf) stand for, where a run touches them."
     hit = {value: level for value, level in ends.items() if any((d == value).any() for d in diffs.values())}
@@ -125,7 +125,8 @@ def _mark_ends(ax, diffs, ends):
         text, va, dy = ("not finite", "top", -4) if value else ("0: equal to the last bit", "bottom", 4)
         ax.axhline(level, color="0.4", lw=0.8, ls=":", zorder=0)
         ax.annotate(text, (1, level), xycoords=("axes fraction", "data"), xytext=(-4, dy), fontsize=8,
-                    textcoords="offset points", ha="right", va=va, color="0.25", zorder=20)
+                    textcoords="offset points", ha="right", va=va, color="0.25", zorder=20,
+                    bbox=dict(facecolor="white", edgecolor="none", alpha=0.8, pad=1))
     power, names = ax.yaxis.get_major_formatter(), {level: "∞" if value else "0" for value, level in hit.items()}
     name = lambda y, pos=None: next((n for level, n in names.items() if np.isclose(y, level, atol=0)), None)
     ax.yaxis.set_major_formatter(lambda y, pos=None: name(y) or power(y, pos))
