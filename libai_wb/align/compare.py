@@ -13,37 +13,44 @@ from typing import Callable, NamedTuple
 from torch import Tensor
 from .merge import Disagreement
 
-# %% ../../nbs/61_align.compare.ipynb #737d71a2
+# %% ../../nbs/61_align.compare.ipynb #e0899c26
 @dataclass
 class Recording:
     "What a run did, in logical terms."
-    losses: list[float] # Mean loss of the global batch, every step
-    norms: list[float] # Gradient norm before clipping, every step
-    gradients: dict[int, dict[str, Tensor]] # Reduced gradients before clipping, by step and name
-    parameters: dict[str, Tensor] # At the end
-    moments: dict[str, dict[str, Tensor]] # Optimizer state at the end, by kind and name
-    lr: float # Largest learning rate that was used
-    replicas: dict[tuple, Disagreement] = field(default_factory=dict) # Copies that differ, by key
+    scalars: dict[str, list[float]] # "loss", "grad_norm" (before clipping), "lr" and "samples" of every step
+    ids: list[tuple[int, ...]] # Sample ids of the global batch, ascending, every step
+    tensors: dict[tuple[int, str], dict[str, Tensor]] # By (step, quantity), then by name
+    replicas: dict[tuple[int, str, str], Disagreement] = field(default_factory=dict) # Copies that differ
 
-# %% ../../nbs/61_align.compare.ipynb #393bdff0
+    @property
+    def losses(self): return self.scalars["loss"]
+
+    @property
+    def steps(self): return len(self.losses)
+
+# %% ../../nbs/61_align.compare.ipynb #e9bfa676
 class Key(NamedTuple):
     "The name of one compared number; keys sort by cause and effect."
     step: int # Update, from 0; the number of updates for what is compared at the end
     phase: int # Index into `PHASES`
-    quantity: str # "loss", "gradient", "grad_norm", "parameter" or the name of a moment
+    order: int # Place of the tensor in its phase
+    quantity: str # One of `PHASES`, or the name of a moment
     name: str = "" # Logical tensor, "" for a scalar
 
-# %% ../../nbs/61_align.compare.ipynb #150484bf
-PHASES = ("loss", "gradient", "grad_norm", "parameter", "moment")
+# %% ../../nbs/61_align.compare.ipynb #fbf18354
+PHASES = ("samples", "loss", "gradient", "grad_norm", "lr", "parameter", "buffer", "moment")
 
-# %% ../../nbs/61_align.compare.ipynb #e23ff53a
+# %% ../../nbs/61_align.compare.ipynb #8246892a
 def make_key(
     step: int, # Update
-    quantity: str, # "loss", "gradient", "grad_norm", "parameter" or the name of a moment
+    quantity: str, # One of `PHASES`, or the name of a moment such as "exp_avg"
     name: str = "", # Logical tensor
+    names: tuple[str, ...] = (), # All tensors in the order of the model
 ) -> Key:
-    "A key with its phase filled in."
-    return Key(step, PHASES.index(quantity) if quantity in PHASES else PHASES.index("moment"), quantity, name)
+    "A key with its phase and order filled in."
+    phase = PHASES.index(quantity) if quantity in PHASES else PHASES.index("moment")
+    place = names.index(name) if name in names else len(names)
+    return Key(step, phase, -place if quantity == "gradient" else place, quantity, name)
 
 # %% ../../nbs/61_align.compare.ipynb #ac9530e9
 def _floor(quantity, tensors, lr):
@@ -59,38 +66,35 @@ def _relative(gap, scale):
     if math.isnan(gap): return math.inf
     return 0. if gap == 0 else gap / scale if scale else math.inf
 
-# %% ../../nbs/61_align.compare.ipynb #3561d2e4
+# %% ../../nbs/61_align.compare.ipynb #4971872d
 def tensor_differences(
     got: dict[str, Tensor], # Logical tensors of the candidate
     want: dict[str, Tensor], # Logical tensors of the reference
     quantity: str, # Which formula
     lr: float = 0., # Learning rate, for parameters
 ) -> dict[str, float]: # Relative difference by name
-    "Relative differences of named tensors of one quantity."
-    if got.keys() != want.keys():
-        odd = sorted(got.keys() ^ want.keys())
-        raise ValueError(f"The two runs do not have the same {quantity} tensors: {odd[:3]}"
-                         f"{' …' if len(odd) > 3 else ''} is in one of them only; compare runs of one model.")
-    floor = _floor(quantity, want, lr)
-    gaps = {k: (got[k].double() - w.double()).norm().item() for k, w in want.items()}
-    return {k: _relative(gaps[k], max(w.double().norm().item(), floor(w))) for k, w in want.items()}
+    "Relative differences of named tensors of one quantity; infinite for one that only one run has."
+    floor, both = _floor(quantity, want, lr), got.keys() & want.keys()
+    gaps = {k: (got[k].double() - want[k].double()).norm().item() for k in both}
+    scales = {k: max(want[k].double().norm().item(), floor(want[k])) for k in both}
+    return {k: _relative(gaps[k], scales[k]) if k in both else math.inf for k in (want | got)}
 
-# %% ../../nbs/61_align.compare.ipynb #cdafa4f5
+# %% ../../nbs/61_align.compare.ipynb #8ab5eea6
 def compare(
     got: Recording, # Candidate
     want: Recording, # Reference
 ) -> dict[Key, float]: # Relative differences, in causal order
-    "All relative differences between two runs."
-    steps = len(want.losses)
-    found = {make_key(i, q): _relative(abs(a - b), abs(b))
-             for q, xs, ys in (("loss", got.losses, want.losses), ("grad_norm", got.norms, want.norms))
-             for i, (a, b) in enumerate(zip(xs, ys, strict=True))}
-    parts = [(s, "gradient", got.gradients[s], g) for s, g in want.gradients.items()]
-    parts += [(steps, "parameter", got.parameters, want.parameters)]
-    parts += [(steps, kind, got.moments[kind], m) for kind, m in want.moments.items()]
-    for step, quantity, a, b in parts:
-        apart = tensor_differences(a, b, quantity, want.lr)
-        found |= {make_key(step, quantity, k): v for k, v in apart.items()}
+    "All relative differences between two runs, of whatever either of them recorded."
+    names, found = tuple(want.tensors.get((want.steps, "parameter"), ())), {}
+    for i, (a, b) in enumerate(zip(got.ids, want.ids, strict=True)):
+        found[make_key(i, "samples")] = 0. if a == b and got.scalars["samples"][i] == want.scalars["samples"][i] else math.inf
+    for quantity in ("loss", "grad_norm", "lr"):
+        for i, (a, b) in enumerate(zip(got.scalars[quantity], want.scalars[quantity], strict=True)):
+            found[make_key(i, quantity)] = _relative(abs(a - b), abs(b))
+    for step, quantity in want.tensors | got.tensors:
+        a, b = (run.tensors.get((step, quantity), {}) for run in (got, want))
+        apart = tensor_differences(a, b, quantity, max(want.scalars["lr"]))
+        found |= {make_key(step, quantity, k, names): v for k, v in apart.items()}
     return dict(sorted(found.items()))
 
 # %% ../../nbs/61_align.compare.ipynb #a117bb38

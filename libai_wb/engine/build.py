@@ -6,7 +6,7 @@
 __all__ = ['resolve_layout', 'recipe_names', 'load_recipe', 'recipe_keys', 'recipe_lines', 'scale_iterations', 'build_plain',
            'check_model', 'check_config', 'Training', 'build_optimizer', 'build_training', 'describe']
 
-# %% ../../nbs/54_engine.build.ipynb #bc460a99
+# %% ../../nbs/54_engine.build.ipynb #70d4ab69
 import ast
 import math
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from ..config.lazy import LazyConfig
 from ..data.datasets import check_fields
 from .step import TrainStep
 from ..mesh.launch import DeviceMesh, make_mesh
-from ..mesh.parallelize import parallelize
+from ..mesh.parallelize import parallelize, unit_stages
 from ..mesh.topology import BatchPlan, ParallelLayout, layout_from_sizes, plan_batch
 
 # %% ../../nbs/54_engine.build.ipynb #34d98d4d
@@ -104,27 +104,32 @@ def build_plain(
         torch.manual_seed(cfg.train.seed)
         return instantiate(cfg.model).to(dtype)
 
-# %% ../../nbs/54_engine.build.ipynb #09226799
+# %% ../../nbs/54_engine.build.ipynb #07f10fc4
 def check_model(
     model: nn.Module, # Plain model
     layout: ParallelLayout, # Layout to hold it against
 ) -> ParallelLayout: # The layout
     "Hold a layout against a model, one with facts or a foreign one."
     layout.refuse_unbuilt()
+    norms = [n for n, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    if norms and layout.dp > 1:
+        raise ValueError(f"Batch normalisation ({norms[0]!r} of {type(model).__name__}) takes its statistics from the rows of one "
+                         f"replica, so {layout} would train another model; use LayerNorm or GroupNorm, or a layout without dp.")
     if hasattr(model, "facts"): return layout.check(model.facts())
     if layout.tp * layout.pp > 1:
         raise ValueError(f"{type(model).__name__} declares neither facts() nor units(), so only data "
                          f"parallelism fits it; use a layout like dp{layout.world} instead of {layout}.")
     return layout
 
-# %% ../../nbs/54_engine.build.ipynb #f3c79388
+# %% ../../nbs/54_engine.build.ipynb #520ade03
 def check_config(
     cfg, # Config
     layout: ParallelLayout, # Layout to hold it against
 ) -> BatchPlan: # The sums of the batch
     "Check layout, model and batch of a config against each other."
-    check_model(build_plain(cfg), layout)
-    train = cfg.train
+    model, train = build_plain(cfg), cfg.train
+    check_model(model, layout)
+    if hasattr(model, "units"): unit_stages(model.units(), layout.pp, train.dist.custom_pipeline_stage_id)
     return plan_batch(layout, train.global_batch_size, train.train_micro_batch_size,
                       train.num_accumulation_steps)
 

@@ -6,10 +6,10 @@
 __all__ = ['pick_device', 'init_group', 'group_rank', 'join_ranks', 'end_group', 'from_rank0', 'make_mesh', 'RankError',
            'run_ranks']
 
-# %% ../../nbs/12_mesh.launch.ipynb #a40c979c
-import ctypes, faulthandler, math, multiprocessing, os, pickle, re, shutil, signal
+# %% ../../nbs/12_mesh.launch.ipynb #cf7748ed
+import ctypes, faulthandler, math, multiprocessing, os, pickle, re, shutil, signal, threading
 import sys, tempfile, time, traceback, warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -122,32 +122,36 @@ def _die_with_parent():
     "Ask Linux to kill this process when its parent ends, so that no rank outlives its run."
     if sys.platform == "linux": ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
-# %% ../../nbs/12_mesh.launch.ipynb #991f2702
-def _rank_main(rank, world, payload, folder, channel, timeout, group_timeout, device):
-    "Body of a rank: group, call, result or traceback, all through `channel`."
+# %% ../../nbs/12_mesh.launch.ipynb #62ed29c7
+def _call(rank, world, payload, folder, channel, group_timeout, device):
+    "The environment of a rank, its group, and the call itself."
+    env, fn, args, kwargs, reports = pickle.loads(payload)
+    os.environ.clear() # what was deleted over there must not live on here
+    os.environ.update({**env, **_rank_env(rank, world)})
+    torch.set_num_threads(1)
+    init_group(rank, world, Path(folder) / "store", group_timeout, device)
+    if reports: kwargs["report"] = lambda value: channel.send_bytes(pickle.dumps(("report", value)))
+    return fn(rank, world, *args, **kwargs)
+
+# %% ../../nbs/12_mesh.launch.ipynb #9e89c0e7
+def _rank_main(rank, world, payload, folder, channel, group_timeout, device):
+    "Body of a rank: call, then result or traceback, all through `channel`."
     _die_with_parent()
     warnings.filterwarnings("ignore")
     places = open(Path(folder) / f"rank{rank}.places", "w")
-    if timeout: faulthandler.dump_traceback_later(max(timeout - 1, .5), file=places)
-    try:
-        env, fn, args, kwargs, reports = pickle.loads(payload)
-        os.environ.update({**env, **_rank_env(rank, world)})
-        torch.set_num_threads(1)
-        init_group(rank, world, Path(folder) / "store", group_timeout, device)
-        if reports: kwargs["report"] = lambda value: channel.send_bytes(pickle.dumps(("report", value)))
-        message = ("done", fn(rank, world, *args, **kwargs))
+    faulthandler.register(signal.SIGUSR1, file=places, all_threads=False)
+    try: message = pickle.dumps(("done", _call(rank, world, payload, folder, channel, group_timeout, device)))
     except BaseException as e:
         last = traceback.format_exception_only(type(e), e)[-1].strip()
-        message = ("failed", time.monotonic(), f"failed: {last}", traceback.format_exc())
-    channel.send_bytes(pickle.dumps(message))
-    faulthandler.cancel_dump_traceback_later()
-    if message[0] == "done": end_group()
+        message = pickle.dumps(("failed", time.monotonic(), f"failed: {last}", traceback.format_exc()))
+    channel.send_bytes(message)
+    end_group()
 
 # %% ../../nbs/12_mesh.launch.ipynb #b2e90ed3
 _ECHOES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting",
            "application timeout", "DistBackendError", "Read error", "recvValue failed", "Aborted")
 
-# %% ../../nbs/12_mesh.launch.ipynb #92052af5
+# %% ../../nbs/12_mesh.launch.ipynb #66317d49
 class _Watch:
     "What is known of the ranks of one run."
     def __init__(self, processes, channels, timeout, on_report):
@@ -156,22 +160,25 @@ class _Watch:
 
     def run(self):
         "Wait until every rank has answered, one has failed, or time is up."
-        waiting = dict(enumerate(self.channels))
+        waiting = set(range(len(self.channels)))
         while waiting and (left := self.end - time.monotonic()) > 0:
-            for channel in wait(waiting.values(), min(left, 3600)):
-                rank = self.channels.index(channel)
-                if self.receive(rank): waiting.pop(rank)
+            ends = {r: {self.channels[r], self.processes[r].sentinel} for r in waiting}
+            ready = set(wait(set().union(*ends.values()), min(left, 3600)))
+            waiting -= {r for r in waiting if ends[r] & ready and self.receive(r)}
             if self.failures: self.end = min(self.end, self.failures[0][0] + 1)
-        return list(waiting)
+        return sorted(waiting)
 
     def receive(self, rank):
-        "Take one message; true when it is the rank's last."
-        try: kind, *rest = pickle.loads(self.channels[rank].recv_bytes())
+        "Take one message, or note that the process is gone; true when nothing more will come."
+        try: kind, *rest = pickle.loads(self.channels[rank].recv_bytes()) if self.channels[rank].poll() else _gone()
         except EOFError: kind, rest = "failed", [time.monotonic(), _exit_reason(self.processes[rank]), ""]
         if kind == "report": self.on_report(rank, *rest)
         elif kind == "done": self.results[rank] = rest[0]
         else: self.failures.append((rest[0], rank, *rest[1:]))
         return kind != "report"
+
+# %% ../../nbs/12_mesh.launch.ipynb #4cb027b8
+def _gone(): raise EOFError # the process has ended and its pipe, perhaps inherited by a child, is empty
 
 # %% ../../nbs/12_mesh.launch.ipynb #aa838c45
 def _exit_reason(process):
@@ -182,30 +189,42 @@ def _exit_reason(process):
     hint = ", maybe out of memory" if -code == signal.SIGKILL else ""
     return f"was ended by {signal.Signals(-code).name}{hint}"
 
-# %% ../../nbs/12_mesh.launch.ipynb #66dfa251
+# %% ../../nbs/12_mesh.launch.ipynb #b75ffc86
+def _places(watch, ranks, folder):
+    "Ask ranks that hang where they stand; each writes its own traceback."
+    for rank in ranks:
+        with suppress(OSError): os.kill(watch.processes[rank].pid, signal.SIGUSR1)
+    time.sleep(.3)
+    texts = {r: (Path(folder) / f"rank{r}.places").read_text().strip() for r in ranks}
+    return "\n\n".join(f"rank {r} was here:\n{text}" for r, text in texts.items() if text)
+
+# %% ../../nbs/12_mesh.launch.ipynb #12f80df5
 def _raise_first(watch, missing, world, folder, timeout):
-    "Raise for the failure that came first, or for the time-out."
-    if watch.failures:
-        own = [f for f in watch.failures if not any(echo in f[2] for echo in _ECHOES)]
+    "Raise for the failure that came first, for a rank that the others waited for, or for the time-out."
+    own = [f for f in watch.failures if not any(echo in f[2] for echo in _ECHOES)]
+    if own or (watch.failures and not missing):
         _, rank, reason, trace = min(own or watch.failures)
         raise RankError(rank, world, reason, trace)
     if missing:
-        places = {r: (Path(folder) / f"rank{r}.places").read_text().strip() for r in missing}
-        text = "\n\n".join(f"rank {r} was here:\n{p}" for r, p in places.items() if p)
-        raise RankError(missing[0], world, f"had not finished after {timeout:g} s (waiting: {missing}); "
-                        "raise the timeout or see where it stands", text)
+        why = "kept the others waiting until they gave up" if watch.failures else f"had not finished after {timeout:g} s"
+        raise RankError(missing[0], world, f"{why} (still running: {missing}); raise the timeout or see where it stands",
+                        _places(watch, missing, folder))
 
-# %% ../../nbs/12_mesh.launch.ipynb #3594440e
+# %% ../../nbs/12_mesh.launch.ipynb #99d6c27f
+_MAIN_LOCK = threading.Lock()
+
+# %% ../../nbs/12_mesh.launch.ipynb #b77dc7fa
 @contextmanager
 def _no_main():
     "Hide `__main__`'s file from multiprocessing, which would import it again in every rank."
     main = sys.modules["__main__"]
-    saved = {k: getattr(main, k) for k in ("__file__", "__spec__") if hasattr(main, k)}
-    main.__spec__ = None
-    if "__file__" in saved: del main.__file__
-    try: yield
-    finally:
-        for k, v in saved.items(): setattr(main, k, v)
+    with _MAIN_LOCK: # threads may start ranks at the same time
+        saved = {k: getattr(main, k) for k in ("__file__", "__spec__") if hasattr(main, k)}
+        main.__spec__ = None
+        if "__file__" in saved: del main.__file__
+        try: yield
+        finally:
+            for k, v in saved.items(): setattr(main, k, v)
 
 # %% ../../nbs/12_mesh.launch.ipynb #d0a07a45
 def _pack(fn, args, kwargs, reports):
@@ -222,7 +241,7 @@ def _check_gpus(n, device):
         raise ValueError(f"{n} ranks were asked for on cuda and {torch.cuda.device_count()} GPUs are visible, "
                          "one for each rank; use a smaller layout or device='cpu'.")
 
-# %% ../../nbs/12_mesh.launch.ipynb #387b3bbf
+# %% ../../nbs/12_mesh.launch.ipynb #0d3abf1b
 def run_ranks(
     fn: Callable, # Importable `fn(rank, n, *args, **kwargs)`; its result must pickle
     n: int, # Number of ranks
@@ -244,7 +263,7 @@ def run_ranks(
     try:
         with _no_main():
             for r in range(n):
-                call = (r, n, payload, folder, pipes[r][1], timeout, group_timeout, device)
+                call = (r, n, payload, folder, pipes[r][1], group_timeout, device)
                 process = context.Process(target=_rank_main, args=call)
                 process.start()
                 processes.append(process)
@@ -274,11 +293,12 @@ def _check_sum(rank, n, start):
     dist.all_reduce(total)
     return rank, total.item()
 
-# %% ../../nbs/12_mesh.launch.ipynb #3a9a2847
+# %% ../../nbs/12_mesh.launch.ipynb #40c22143
 def _check_failure(rank, n, how):
     if rank == 1 and how == "raise": raise KeyError("no such layer")
     if rank == 1 and how == "kill": os.kill(os.getpid(), signal.SIGKILL)
     if how == "sleep" and rank == 1: time.sleep(60)
+    if how == "odd": return lambda: None # does not pickle
     dist.all_reduce(torch.ones(1))
 
 # %% ../../nbs/12_mesh.launch.ipynb #7620bba1

@@ -86,7 +86,22 @@ class StageCut:
     stages: list[int] # Stage of every unit of the whole model
     twin: nn.Module # Whole model on the meta device
 
-# %% ../../nbs/14_mesh.parallelize.ipynb #023d32a8
+# %% ../../nbs/14_mesh.parallelize.ipynb #d7bd0990
+def _check_owners(model, units, stages):
+    "A parameter lives on one stage: a gradient that two stages share would have to be summed over `pp`."
+    where = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        owners = {s for u, s in zip(units, stages) for o in u.owns if f"{name}.".startswith(f"{o}.")}
+        if not owners:
+            raise ValueError(f"Parameter {name!r} of {type(model).__name__} is in no unit's `owns`, so every stage would "
+                             "keep a copy; list it with the unit that uses it, or use a layout without pp.")
+        first, on = where.setdefault(id(p), (name, set()))
+        on |= owners
+        if len(on) > 1:
+            raise ValueError(f"Parameter {first!r} of {type(model).__name__} is used on stages {sorted(on)}, also as {name!r}; "
+                             "keep its units on one stage (custom_pipeline_stage_id), or use a layout without pp.")
+
+# %% ../../nbs/14_mesh.parallelize.ipynb #7dd043f5
 def keep_stage(
     model: nn.Module, # Model with `units()`
     stage: int, # This rank's stage
@@ -99,6 +114,7 @@ def keep_stage(
                          "that lists its steps, or use a layout without pp.")
     twin, units = meta_twin(model), model.units()
     stages = unit_stages(units, pp, custom)
+    _check_owners(model, units, stages)
     mine = [u for u, s in zip(units, stages) if s == stage]
     kept = {path for u in mine for path in u.owns}
     for path in {p for u in units for p in u.owns} - kept: _delete(model, path)
@@ -176,7 +192,16 @@ def init_weights(
         set_logical(p, rule(p.shape, generator(seed, "init", full_name)))
     return model
 
-# %% ../../nbs/14_mesh.parallelize.ipynb #dadc9eb2
+# %% ../../nbs/14_mesh.parallelize.ipynb #d2ace3cb
+def _shared(model):
+    "The places (module, own name) of each parameter that stands in several."
+    places = {}
+    for module in model.modules():
+        for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
+            places.setdefault(id(p), []).append((module, name))
+    return [group for group in places.values() if len(group) > 1]
+
+# %% ../../nbs/14_mesh.parallelize.ipynb #29046f0a
 def materialise(
     model: nn.Module, # Model with parameters on the meta device
     seed: int = 0, # Seed of the run
@@ -188,7 +213,10 @@ def materialise(
     if foreign:
         raise ValueError(f"Buffers {foreign} have no init_buffers() to rebuild them after the meta device; "
                          "add one to their module, or build the model on the CPU.")
-    model.to_empty(device=device)
+    shared = _shared(model)
+    model.to_empty(device=device) # gives each place a tensor of its own
+    for (owner, name), *others in shared:
+        for module, other in others: setattr(module, other, getattr(owner, name))
     for module in model.modules():
         if hasattr(module, "init_buffers"): module.init_buffers()
     return init_weights(model, seed)

@@ -33,7 +33,12 @@ def units_here(
     if hasattr(model, "stage_cut"): return model.stage_cut.units
     return model.units() if hasattr(model, "units") else whole_model(model)
 
-# %% ../../nbs/16_mesh.pipeline.ipynb #f8d7fee6
+# %% ../../nbs/16_mesh.pipeline.ipynb #f737bd8b
+def _contiguous(x):
+    "What travels between stages lies in one piece."
+    return tuple(t.contiguous() for t in x) if isinstance(x, tuple) else x.contiguous()
+
+# %% ../../nbs/16_mesh.pipeline.ipynb #8f3a46b1
 class StageModule(nn.Module):
     "This rank's units in a row; the last stage ends in the objective."
     def __init__(self,
@@ -47,7 +52,7 @@ class StageModule(nn.Module):
         "The output of this stage's last unit."
         x = x[0] if len(x) == 1 else x
         for unit in self.units: x = unit.call(x, batch["ids"], batch["step"])
-        return x
+        return _contiguous(x)
 
     def forward(self, *x, **batch):
         x = self.hidden(*x, **batch)
@@ -106,7 +111,7 @@ def _complete(model, output):
     "What the model calls its prediction; the output itself for a foreign module."
     return model.predict(output) if hasattr(model, "predict") else output
 
-# %% ../../nbs/16_mesh.pipeline.ipynb #a7aa2862
+# %% ../../nbs/16_mesh.pipeline.ipynb #c9d34978
 def boundaries(
     cut: StageCut, # Left on the model by `parallelize`
     batch: dict[str, Tensor], # One micro-batch, for its shapes
@@ -116,7 +121,7 @@ def boundaries(
     x, stage, inputs = inputs_of(cut.twin, meta), -1, []
     for unit, s in zip(cut.twin.units(), cut.stages):
         x = x if isinstance(x, tuple) else (x,)
-        if s != stage: inputs.append(x)
+        if s != stage: inputs.append(_contiguous(x))
         stage, x = s, unit.call(x[0] if len(x) == 1 else x, meta["ids"], meta["step"])
     return inputs
 
@@ -135,7 +140,7 @@ def _as_grad(tensors):
     "Floating tensors that a backward passes through."
     return tuple(t.detach().requires_grad_(t.is_floating_point()) for t in tensors)
 
-# %% ../../nbs/16_mesh.pipeline.ipynb #150d5f6f
+# %% ../../nbs/16_mesh.pipeline.ipynb #e3ead5ac
 class Pipeline:
     "Micro-batches over the stages of the `pp` axis."
     def __init__(self,
@@ -144,10 +149,19 @@ class Pipeline:
         acc: int, # Micro-batches per update
         schedule: str = "1f1b", # "1f1b" or "gpipe"
     ):
-        self.stage, self.acc, self.kind, self.schedule = stage, acc, _SCHEDULES[schedule], None
+        self.stage, self.acc, self.kind, self.schedule, self.rows = stage, acc, _SCHEDULES[schedule], None, None
         self.index, self.count = stage_of(mesh)
         self.group, self.device = mesh.get_group("pp"), torch.device(mesh.device_type)
         self.is_last = self.index == self.count - 1
+
+    def check(self, batch, rows):
+        "Shapes are static, and two names belong to the schedule."
+        if odd := {"target", "losses"} & batch.keys():
+            raise ValueError(f"Batch field {min(odd)!r} has a name that pipeline schedules use themselves; rename it in the dataset.")
+        if self.rows not in (None, rows):
+            raise ValueError(f"A micro-batch of {rows} rows came after one of {self.rows}; a pipeline's shapes are static, "
+                             "so fill the batch with rows of weight 0.")
+        self.rows = rows
 
     def build(self, micro):
         "Fix the shapes of the schedule; they are static from here on."
@@ -161,12 +175,13 @@ class Pipeline:
 
     def __call__(self, batch: dict[str, Tensor], before_last: Callable[[], None] = lambda: None) -> Tensor:
         "Forward and backward over all stages; the sum of the objective on the last stage, else 0."
-        micros = micro_batches(batch, self.acc)
-        self.schedule, losses = self.schedule or self.build(micros[0]), []
+        micros, losses = micro_batches(batch, self.acc), []
+        self.check(batch, len(micros[0]["ids"]))
+        self.schedule = self.schedule or self.build(micros[0])
         first = inputs_of(self.stage.model, batch) if self.index == 0 else ()
         last = dict(target=batch["ids"], losses=losses) if self.is_last else {}
         self.schedule.step(*first, **last, **batch)
-        if not self.is_last: return torch.zeros((), dtype=batch["weight"].dtype)
+        if not self.is_last: return torch.zeros((), dtype=batch["weight"].dtype, device=self.device)
         return torch.stack(losses).sum().detach()
 
     @torch.no_grad()

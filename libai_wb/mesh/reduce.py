@@ -19,12 +19,14 @@ from .parallelize import _toy, logical, parallelize
 from .rng import generator
 from .topology import ParallelLayout
 
-# %% ../../nbs/15_mesh.reduce.ipynb #dca1f59e
+# %% ../../nbs/15_mesh.reduce.ipynb #ede6db94
 class _Bucket:
-    "Some gradients in one flat buffer."
+    "Some gradients in one flat buffer, and a flag for each that arrived."
     def __init__(self, params):
-        self.params, self.ready, self.work = params, 0, None
-        self.flat = local(params[0]).new_zeros(sum(local(p).numel() for p in params))
+        self.params, self.ready, self.work = params, set(), None
+        size = sum(local(p).numel() for p in params)
+        self.flat = local(params[0]).new_zeros(size + len(params))
+        self.flags = self.flat[size:]
         self.attach()
 
     def attach(self):
@@ -37,6 +39,11 @@ class _Bucket:
             p.grad = view if not isinstance(p, DTensor) else DTensor.from_local(
                 view, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
 
+    def detach_unused(self):
+        "Take the gradient from parameters that got one on no replica."
+        for p, flag in zip(self.params, self.flags.tolist()):
+            if not flag: p.grad = None
+
 # %% ../../nbs/15_mesh.reduce.ipynb #76c811cc
 def _fill_buckets(params, limit):
     "Parameters in reverse order, one dtype per bucket, about `limit` bytes each."
@@ -47,7 +54,7 @@ def _fill_buckets(params, limit):
         size += local(p).numel() * p.element_size()
     return buckets
 
-# %% ../../nbs/15_mesh.reduce.ipynb #38804dfd
+# %% ../../nbs/15_mesh.reduce.ipynb #c98fb5c8
 class GradBuckets:
     "Sum gradients over data-parallel replicas, overlapping with backward."
     def __init__(self,
@@ -59,7 +66,8 @@ class GradBuckets:
         trained = [p for p in params if p.requires_grad]
         self.buckets = [_Bucket(ps) for ps in _fill_buckets(trained, bucket_mb * 2**20)]
         for bucket in self.buckets if group is not None else []:
-            for p in bucket.params: p.register_post_accumulate_grad_hook(lambda _, b=bucket: self._arrived(b))
+            for i, p in enumerate(bucket.params):
+                p.register_post_accumulate_grad_hook(lambda _, b=bucket, i=i: self._arrived(b, i))
 
     def zero(self, overlap: bool = False): # Whether the next backward is the last before `finish`
         "Clear all gradients and start a new update."
@@ -72,14 +80,18 @@ class GradBuckets:
     def last(self, overlap: bool = True): # Whether sums may start during the next backward
         "Say that the next backward completes the gradients."
         self.overlap = overlap
-        for bucket in self.buckets: bucket.ready = 0
+        for bucket in self.buckets: bucket.ready.clear()
 
-    def _arrived(self, bucket):
-        bucket.ready += 1
-        while self.overlap and self.started < len(self.buckets) and self._complete(self.started):
-            self._start()
+    def _arrived(self, bucket, i):
+        bucket.flags[i] = 1
+        if not self.overlap: return
+        if i in bucket.ready:
+            raise RuntimeError(f"A parameter of shape {tuple(bucket.params[i].shape)} got its gradient twice in one backward, "
+                               "as reentrant checkpointing of a shared layer does; checkpoint with use_reentrant=False.")
+        bucket.ready.add(i)
+        while self.started < len(self.buckets) and self._complete(self.started): self._start()
 
-    def _complete(self, i): return self.buckets[i].ready == len(self.buckets[i].params)
+    def _complete(self, i): return len(self.buckets[i].ready) == len(self.buckets[i].params)
 
     def _start(self):
         bucket, self.started = self.buckets[self.started], self.started + 1
@@ -89,7 +101,9 @@ class GradBuckets:
         "Start what has not started and wait for all sums."
         if self.group is None: return
         while self.started < len(self.buckets): self._start()
-        for bucket in self.buckets: bucket.work.wait()
+        for bucket in self.buckets:
+            bucket.work.wait()
+            bucket.detach_unused()
 
 # %% ../../nbs/15_mesh.reduce.ipynb #78ecf1f1
 def grad_norm(
