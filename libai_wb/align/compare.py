@@ -79,15 +79,15 @@ def tensor_differences(
     scales = {k: max(want[k].double().norm().item(), floor(want[k])) for k in both}
     return {k: _relative(gaps[k], scales[k]) if k in both else math.inf for k in (want | got)}
 
-# %% ../../nbs/61_align.compare.ipynb #8ab5eea6
+# %% ../../nbs/61_align.compare.ipynb #8054c987
 def compare(
     got: Recording, # Candidate
     want: Recording, # Reference
 ) -> dict[Key, float]: # Relative differences, in causal order
     "All relative differences between two runs, of whatever either of them recorded."
     names, found = tuple(want.tensors.get((want.steps, "parameter"), ())), {}
-    for i, (a, b) in enumerate(zip(got.ids, want.ids, strict=True)):
-        found[make_key(i, "samples")] = 0. if a == b and got.scalars["samples"][i] == want.scalars["samples"][i] else math.inf
+    rows = [list(zip(run.ids, run.scalars["samples"], strict=True)) for run in (got, want)]
+    for i, (a, b) in enumerate(zip(*rows, strict=True)): found[make_key(i, "samples")] = 0. if a == b else math.inf
     for quantity in ("loss", "grad_norm", "lr"):
         for i, (a, b) in enumerate(zip(got.scalars[quantity], want.scalars[quantity], strict=True)):
             found[make_key(i, quantity)] = _relative(abs(a - b), abs(b))

@@ -81,7 +81,7 @@ def _state(training):
             if torch.is_tensor(value): state.setdefault(kind, {})[named[id(p)]] = value
     return {quantity: tensors for quantity, tensors in state.items() if tensors}
 
-# %% ../../nbs/64_align.verification.ipynb #e3850513
+# %% ../../nbs/64_align.verification.ipynb #718ac66a
 def record_rank(
     rank: int, # From `run_ranks`
     world: int, # From `run_ranks`
@@ -95,8 +95,9 @@ def record_rank(
     training, coords = _prepare(cfg, layout, make_mesh(lay, device), probe, device), lay.coords(rank)
     held, metrics, ids = {}, [], []
     def look(phase, step):
+        if phase != "reduced" or step.update not in probe.gradient_steps: return
         grads = {n: p.grad for n, p in training.model.named_parameters() if p.grad is not None}
-        if phase == "reduced" and step.update in probe.gradient_steps: held[step.update, "gradient"] = pieces(grads, coords)
+        held[step.update, "gradient"] = pieces(grads, coords)
     training.step.observers.append(look)
     for i in range(probe.steps):
         batch = _batch(training, probe, i)
@@ -222,7 +223,7 @@ def _finite(value):
     if isinstance(value, (list, tuple)): return [_finite(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
-# %% ../../nbs/64_align.verification.ipynb #53552e6c
+# %% ../../nbs/64_align.verification.ipynb #5cae961f
 @dataclass
 class Verification:
     "The answer of `verify`."
@@ -247,8 +248,8 @@ class Verification:
         shown = self.frame().rename(columns=plural)
         numbers = {c: (lambda v: f"{v:.1e}") for c in shown.columns[:-1]}
         table = shown.to_string(formatters=numbers, index_names=False)
-        noisy = f"\ndominated by noise, so hardly tested in {self.probe.dtype}: {', '.join(self.noisy)}" if self.noisy else ""
-        return f"{self.headline()}\n\nlargest relative difference\n{table}{noisy}"
+        hidden = f"dominated by noise, so hardly tested in {self.probe.dtype}: {', '.join(self.noisy)}"
+        return "\n".join([self.headline(), "", "largest relative difference", table, *[hidden] * bool(self.noisy)])
 
     def headline(self) -> str:
         good = sum(r.ok for r in self.results)
@@ -266,7 +267,7 @@ class Verification:
 # %% ../../nbs/64_align.verification.ipynb #81807cc8
 DEFAULT_LAYOUTS = ("1", "dp2", "tp2", "pp2", "dp2tp2", "dp2pp2", "tp2pp2", "dp2tp2pp2")
 
-# %% ../../nbs/64_align.verification.ipynb #9e9ec7c4
+# %% ../../nbs/64_align.verification.ipynb #6ca67d78
 def verify(
     cfg, # Config, recipe name or path
     layouts: list[str] = DEFAULT_LAYOUTS, # Candidates
@@ -285,7 +286,8 @@ def verify(
     if patch: resolve_patch(patch)
     layouts = [str(ParallelLayout.parse(text)) for text in layouts]
     if not layouts or steps < 1:
-        raise ValueError(f"{len(layouts)} layouts for {steps} steps leave nothing to verify; give at least one of each.")
+        raise ValueError(f"{len(layouts)} layouts for {steps} steps leave nothing to verify; give at least one "
+                         "of each.")
     for text in (ref, *layouts): check_config(cfg, ParallelLayout.parse(text))
     clean, probe = Probe(steps, dtype, init), Probe(steps, dtype, init, patch)
     rows = check_config(cfg, ParallelLayout.parse(ref)).micro_batch

@@ -104,7 +104,7 @@ def build_plain(
         torch.manual_seed(cfg.train.seed)
         return instantiate(cfg.model).to(dtype)
 
-# %% ../../nbs/54_engine.build.ipynb #07f10fc4
+# %% ../../nbs/54_engine.build.ipynb #44561d38
 def check_model(
     model: nn.Module, # Plain model
     layout: ParallelLayout, # Layout to hold it against
@@ -113,8 +113,9 @@ def check_model(
     layout.refuse_unbuilt()
     norms = [n for n, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     if norms and layout.dp > 1:
-        raise ValueError(f"Batch normalisation ({norms[0]!r} of {type(model).__name__}) takes its statistics from the rows of one "
-                         f"replica, so {layout} would train another model; use LayerNorm or GroupNorm, or a layout without dp.")
+        raise ValueError(f"Batch normalisation ({norms[0]!r} of {type(model).__name__}) takes its statistics from the "
+                         f"rows of one replica, so {layout} would train another model; use LayerNorm or GroupNorm, "
+                         "or a layout without dp.")
     if hasattr(model, "facts"): return layout.check(model.facts())
     if layout.tp * layout.pp > 1:
         raise ValueError(f"{type(model).__name__} declares neither facts() nor units(), so only data "

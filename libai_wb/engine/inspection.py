@@ -35,12 +35,13 @@ def _input_shape(cfg):
     m = cfg.model
     return (m.in_chans, m.img_size, m.img_size) if "in_chans" in m and "img_size" in m else None
 
-# %% ../../nbs/54a_engine.inspection.ipynb #e2934bde
+# %% ../../nbs/54a_engine.inspection.ipynb #115662c6
 def in_flops(
     count: int, # Floating point operations
 ) -> str: # With the unit that suits
     "A number of operations in words."
-    power, unit = next((p, u) for p, u in ((12, "T"), (9, "G"), (6, "M"), (3, "k"), (0, "")) if count >= 10**p or p == 0)
+    units = ((12, "T"), (9, "G"), (6, "M"), (3, "k"), (0, ""))
+    power, unit = next((p, u) for p, u in units if count >= 10**p or p == 0)
     return f"{count / 10**power:.3g} {unit}FLOPs"
 
 # %% ../../nbs/54a_engine.inspection.ipynb #8503ee34

@@ -52,7 +52,7 @@ def complete_batch(
 # %% ../../nbs/53_engine.step.ipynb #329456ed
 def _trained(model): return [n for n, p in model.named_parameters() if p.requires_grad]
 
-# %% ../../nbs/53_engine.step.ipynb #1cd3d83e
+# %% ../../nbs/53_engine.step.ipynb #042e344f
 def check_trainable(
     model: nn.Module, # This rank's part
     optimizer: torch.optim.Optimizer, # Over some or all of its parameters
@@ -60,8 +60,8 @@ def check_trainable(
     "The parameters that train, or a sentence about why they would not."
     params = [p for p in model.parameters() if p.requires_grad]
     if not params:
-        raise ValueError(f"{type(model).__name__} has no parameter to train on this rank; unfreeze one, or use a layout whose "
-                         "stages all hold some.")
+        raise ValueError(f"{type(model).__name__} has no parameter to train on this rank; unfreeze one, or use a "
+                         "layout whose stages all hold some.")
     known = {id(p) for p in model.parameters()}
     if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
         raise ValueError("The optimizer holds parameters that are not in the model; make it after parallelize(), which "

@@ -86,20 +86,21 @@ class StageCut:
     stages: list[int] # Stage of every unit of the whole model
     twin: nn.Module # Whole model on the meta device
 
-# %% ../../nbs/14_mesh.parallelize.ipynb #d7bd0990
+# %% ../../nbs/14_mesh.parallelize.ipynb #a0862dbf
 def _check_owners(model, units, stages):
     "A parameter lives on one stage: a gradient that two stages share would have to be summed over `pp`."
     where = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         owners = {s for u, s in zip(units, stages) for o in u.owns if f"{name}.".startswith(f"{o}.")}
         if not owners:
-            raise ValueError(f"Parameter {name!r} of {type(model).__name__} is in no unit's `owns`, so every stage would "
-                             "keep a copy; list it with the unit that uses it, or use a layout without pp.")
+            raise ValueError(f"Parameter {name!r} of {type(model).__name__} is in no unit's `owns`, so every stage "
+                             "would keep a copy; list it with the unit that uses it, or use a layout without pp.")
         first, on = where.setdefault(id(p), (name, set()))
         on |= owners
         if len(on) > 1:
-            raise ValueError(f"Parameter {first!r} of {type(model).__name__} is used on stages {sorted(on)}, also as {name!r}; "
-                             "keep its units on one stage (custom_pipeline_stage_id), or use a layout without pp.")
+            raise ValueError(f"Parameter {first!r} of {type(model).__name__} is used on stages {sorted(on)}, also as "
+                             f"{name!r}; keep its units on one stage (custom_pipeline_stage_id), or use a layout "
+                             "without pp.")
 
 # %% ../../nbs/14_mesh.parallelize.ipynb #7dd043f5
 def keep_stage(

@@ -140,7 +140,7 @@ def _as_grad(tensors):
     "Floating tensors that a backward passes through."
     return tuple(t.detach().requires_grad_(t.is_floating_point()) for t in tensors)
 
-# %% ../../nbs/16_mesh.pipeline.ipynb #e3ead5ac
+# %% ../../nbs/16_mesh.pipeline.ipynb #94b25097
 class Pipeline:
     "Micro-batches over the stages of the `pp` axis."
     def __init__(self,
@@ -157,10 +157,11 @@ class Pipeline:
     def check(self, batch, rows):
         "Shapes are static, and two names belong to the schedule."
         if odd := {"target", "losses"} & batch.keys():
-            raise ValueError(f"Batch field {min(odd)!r} has a name that pipeline schedules use themselves; rename it in the dataset.")
+            raise ValueError(f"Batch field {min(odd)!r} has a name that pipeline schedules use themselves; rename it "
+                             "in the dataset.")
         if self.rows not in (None, rows):
-            raise ValueError(f"A micro-batch of {rows} rows came after one of {self.rows}; a pipeline's shapes are static, "
-                             "so fill the batch with rows of weight 0.")
+            raise ValueError(f"A micro-batch of {rows} rows came after one of {self.rows}; a pipeline's shapes are "
+                             "static, so fill the batch with rows of weight 0.")
         self.rows = rows
 
     def build(self, micro):

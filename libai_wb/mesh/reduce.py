@@ -54,7 +54,7 @@ def _fill_buckets(params, limit):
         size += local(p).numel() * p.element_size()
     return buckets
 
-# %% ../../nbs/15_mesh.reduce.ipynb #c98fb5c8
+# %% ../../nbs/15_mesh.reduce.ipynb #5b87b96b
 class GradBuckets:
     "Sum gradients over data-parallel replicas, overlapping with backward."
     def __init__(self,
@@ -86,8 +86,9 @@ class GradBuckets:
         bucket.flags[i] = 1
         if not self.overlap: return
         if i in bucket.ready:
-            raise RuntimeError(f"A parameter of shape {tuple(bucket.params[i].shape)} got its gradient twice in one backward, "
-                               "as reentrant checkpointing of a shared layer does; checkpoint with use_reentrant=False.")
+            shape = tuple(bucket.params[i].shape)
+            raise RuntimeError(f"A parameter of shape {shape} got its gradient twice in one backward, as reentrant "
+                               "checkpointing of a shared layer does; checkpoint with use_reentrant=False.")
         bucket.ready.add(i)
         while self.started < len(self.buckets) and self._complete(self.started): self._start()
 
