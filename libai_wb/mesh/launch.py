@@ -198,7 +198,7 @@ def _places(watch, ranks, folder):
     texts = {r: (Path(folder) / f"rank{r}.places").read_text().strip() for r in ranks}
     return "\n\n".join(f"rank {r} was here:\n{text}" for r, text in texts.items() if text)
 
-# %% ../../nbs/12_mesh.launch.ipynb #b02a9b4e
+# %% ../../nbs/12_mesh.launch.ipynb #b3d20c88
 def _raise_first(watch, missing, world, folder, timeout):
     "Raise for the failure that came first, for a rank that the others waited for, or for the time-out."
     own = [f for f in watch.failures if not any(echo in f[2] for echo in _ECHOES)]
@@ -206,7 +206,8 @@ def _raise_first(watch, missing, world, folder, timeout):
         _, rank, reason, trace = min(own or watch.failures)
         raise RankError(rank, world, reason, trace)
     if missing:
-        why = f"had not finished after {timeout:g} s" if not watch.failures else "kept the others waiting until they gave up"
+        gave_up, too_long = "kept the others waiting until they gave up", f"had not finished after {timeout or 0:g} s"
+        why = gave_up if watch.failures else too_long
         reason = f"{why} (still running: {missing}); raise the timeout or see where it stands"
         raise RankError(missing[0], world, reason, _places(watch, missing, folder))
 

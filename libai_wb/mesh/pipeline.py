@@ -140,7 +140,18 @@ def _as_grad(tensors):
     "Floating tensors that a backward passes through."
     return tuple(t.detach().requires_grad_(t.is_floating_point()) for t in tensors)
 
-# %% ../../nbs/16_mesh.pipeline.ipynb #94b25097
+# %% ../../nbs/16_mesh.pipeline.ipynb #b63541e8
+def _check_static(batch, rows, before):
+    "Shapes are static, and two names belong to the schedule."
+    if odd := {"target", "losses"} & batch.keys():
+        raise ValueError(f"Batch field {min(odd)!r} has a name that pipeline schedules use themselves; rename it "
+                         "in the dataset.")
+    if before not in (None, rows):
+        raise ValueError(f"A micro-batch of {rows} rows came after one of {before}; a pipeline's shapes are "
+                         "static, so fill the batch with rows of weight 0.")
+    return rows
+
+# %% ../../nbs/16_mesh.pipeline.ipynb #25bc82a8
 class Pipeline:
     "Micro-batches over the stages of the `pp` axis."
     def __init__(self,
@@ -153,16 +164,6 @@ class Pipeline:
         self.index, self.count = stage_of(mesh)
         self.group, self.device = mesh.get_group("pp"), torch.device(mesh.device_type)
         self.is_last = self.index == self.count - 1
-
-    def check(self, batch, rows):
-        "Shapes are static, and two names belong to the schedule."
-        if odd := {"target", "losses"} & batch.keys():
-            raise ValueError(f"Batch field {min(odd)!r} has a name that pipeline schedules use themselves; rename it "
-                             "in the dataset.")
-        if self.rows not in (None, rows):
-            raise ValueError(f"A micro-batch of {rows} rows came after one of {self.rows}; a pipeline's shapes are "
-                             "static, so fill the batch with rows of weight 0.")
-        self.rows = rows
 
     def build(self, micro):
         "Fix the shapes of the schedule; they are static from here on."
@@ -177,7 +178,7 @@ class Pipeline:
     def __call__(self, batch: dict[str, Tensor], before_last: Callable[[], None] = lambda: None) -> Tensor:
         "Forward and backward over all stages; the sum of the objective on the last stage, else 0."
         micros, losses = micro_batches(batch, self.acc), []
-        self.check(batch, len(micros[0]["ids"]))
+        self.rows = _check_static(batch, len(micros[0]["ids"]), self.rows)
         self.schedule = self.schedule or self.build(micros[0])
         first = inputs_of(self.stage.model, batch) if self.index == 0 else ()
         last = dict(target=batch["ids"], losses=losses) if self.is_last else {}
