@@ -150,7 +150,7 @@ ALLOWED = {  # package: who may import it
 FLOORS = {  # floor: the only modules of the mesh that it may know
     "layers.": ("mesh.collectives", "mesh.rng"),
     "models.": ("mesh.topology", "mesh.rng"),  # topology: the plain tuples Unit and ModelFacts
-    "data.": ("mesh.topology", "mesh.rng"),
+    "data.": ("mesh.topology", "mesh.rng", "mesh.processes"),  # processes: how workers are started
 }
 EXCEPTIONS = {  # module: what it may know of the mesh besides
     "models.registry": ("mesh.parallelize",),  # the factory draws weights by path; a model itself may not

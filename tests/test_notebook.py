@@ -225,7 +225,7 @@ def test_interrupt_reaches_all_ranks(kernel, code):
 
 
 @pytest.mark.parametrize("line, sentence", [
-    ("-n 1000", "1000 ranks were asked for, which is more than four per core on"),
+    ("-n 1000", "1000 ranks were asked for, which is more than 4 per core on"),
     ("-n 2 --layout tp4", "the layout has dp 1 × tp 4 × pp 1 = 4 ranks; leave -n out"),
     ("--tiemout 3", "unrecognized arguments: --tiemout 3"),
     ("--ranks 0,7", "Rank 7 was asked for and the ranks are 0 to 1")])

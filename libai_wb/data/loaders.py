@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['fetch_rows', 'TrainLoader', 'EvalLoader']
 
-# %% ../../nbs/42_data.loaders.ipynb #a06c6477
+# %% ../../nbs/42_data.loaders.ipynb #4eec8865
 from collections.abc import Iterable, Iterator
 from itertools import count
 
@@ -18,6 +18,7 @@ from fastcore.basics import patch
 
 from .datasets import check_item
 from .samplers import eval_batches, global_batch_ids, rank_rows, steps_per_epoch
+from ..mesh.processes import forkserver
 from ..mesh.rng import generator
 
 # %% ../../nbs/42_data.loaders.ipynb #fa402793
@@ -46,12 +47,12 @@ class _Batches(Dataset):
     def __getstate__(self): return cloudpickle.dumps(self.loader)
     def __setstate__(self, state): self.loader = cloudpickle.loads(state)
 
-# %% ../../nbs/42_data.loaders.ipynb #cac4501a
+# %% ../../nbs/42_data.loaders.ipynb #0dc390c7
 def _stream(loader, numbers, num_workers):
     "The batches `numbers` of a loader, in order."
     if not num_workers: return map(loader.batch, numbers)
     return iter(DataLoader(_Batches(loader), sampler=numbers, batch_size=None,
-                           num_workers=num_workers, multiprocessing_context="forkserver",
+                           num_workers=num_workers, multiprocessing_context=forkserver(),
                            generator=generator("data workers")))
 
 # %% ../../nbs/42_data.loaders.ipynb #cae377be

@@ -6,8 +6,8 @@
 __all__ = ['pick_device', 'init_group', 'group_rank', 'join_ranks', 'end_group', 'from_rank0', 'make_mesh', 'RankError',
            'run_ranks']
 
-# %% ../../nbs/12_mesh.launch.ipynb #cf7748ed
-import ctypes, faulthandler, math, multiprocessing, os, pickle, re, shutil, signal, threading
+# %% ../../nbs/12_mesh.launch.ipynb #85f5fc18
+import ctypes, faulthandler, math, os, pickle, re, shutil, signal, threading
 import sys, tempfile, time, traceback, warnings
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -19,6 +19,7 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from .processes import forkserver
 from .room import check_ranks
 from .topology import ParallelLayout
 
@@ -103,12 +104,6 @@ class RankError(RuntimeError):
         "The mistake in a call that only a rank could see, as the error it was there."
         found = re.match(r"failed: (?:\w+\.)*(\w+): (.*)", self.reason, re.DOTALL)
         return _USER_ERRORS[found[1]](found[2]) if found and found[1] in _USER_ERRORS else None
-
-# %% ../../nbs/12_mesh.launch.ipynb #3af425bd
-# Imported once by the forkserver. Not libai_wb itself: ranks must see today's code.
-_PRELOAD = ["torch", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.pipelining",
-            "torch.distributed.checkpoint", "torch.distributed.checkpoint.state_dict",
-            "numpy", "torchvision", "timm", "omegaconf", "pandas", "sklearn.datasets", "tqdm.auto"]
 
 # %% ../../nbs/12_mesh.launch.ipynb #440b53b0
 def _rank_env(rank, world):
@@ -242,7 +237,7 @@ def _check_gpus(n, device):
         raise ValueError(f"{n} ranks were asked for on cuda and {torch.cuda.device_count()} GPUs are visible, "
                          "one for each rank; use a smaller layout or device='cpu'.")
 
-# %% ../../nbs/12_mesh.launch.ipynb #0d3abf1b
+# %% ../../nbs/12_mesh.launch.ipynb #1dfef9b0
 def run_ranks(
     fn: Callable, # Importable `fn(rank, n, *args, **kwargs)`; its result must pickle
     n: int, # Number of ranks
@@ -257,8 +252,7 @@ def run_ranks(
     check_ranks(n, per_core=16, each=5e8) # a short test of a large layout may crowd the cores
     _check_gpus(n, device)
     payload = _pack(fn, args, kwargs, on_report is not None)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context = forkserver()
     folder, processes = tempfile.mkdtemp(prefix="libai-wb-"), []
     pipes = [context.Pipe(False) for _ in range(n)]
     try:
