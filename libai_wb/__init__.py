@@ -5,7 +5,7 @@ import importlib
 
 # Imported when first used, so that `import libai_wb` costs no torch.
 _PUBLIC = {
-    "train": "engine.default", "Run": "engine.default", "load_recipe": "engine.build", "TrainStep": "engine.step",
+    "train": "engine.default", "Run": "engine.runs", "load_recipe": "engine.build", "TrainStep": "engine.step",
     "verify": "align.verification", "create_model": "models.registry", "list_models": "models.registry",
     "parallelize": "mesh.parallelize", "ParallelLayout": "mesh.topology", "make_mesh": "mesh.launch",
     "run_ranks": "mesh.launch",

@@ -1,6 +1,5 @@
 """Figures of the README: accuracy of the shipped recipes (minutes, so only in `make test-full`)."""
 import pytest
-import torch
 from torch import nn
 
 from libai_wb.config import LazyCall

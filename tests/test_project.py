@@ -1,6 +1,5 @@
 """The project as a whole: what it declares, ships and keeps in git, and that scripts/check.py can fail."""
 import configparser
-import importlib.util
 import re
 import subprocess
 import sys
@@ -110,11 +109,7 @@ def test_makefile_and_ci_parse():
 # scripts/check.py can fail
 
 @pytest.fixture(scope="module")
-def check():
-    spec = importlib.util.spec_from_file_location("check", ROOT/"scripts"/"check.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def check(load_script): return load_script("scripts/check.py")
 
 
 def test_check_sees_a_changed_file(check, tmp_path):

@@ -1,6 +1,5 @@
 """The demo's own parts, the quickstart as it is kept, and what README says; scripts/check.py runs the quickstart itself."""
 import configparser
-import importlib.util
 import re
 import shlex
 import subprocess
@@ -16,11 +15,7 @@ NOTEBOOK = nbformat.read(ROOT/"experiments"/"quickstart.ipynb", as_version=4)
 
 
 @pytest.fixture(scope="module")
-def demo():
-    spec = importlib.util.spec_from_file_location("demo", ROOT/"experiments"/"demo.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def demo(load_script): return load_script("experiments/demo.py")
 
 
 # the demo

@@ -11,17 +11,13 @@ from ..engine.step import TrainStep
 from ..mesh.collectives import local, reduce_from, tp_group
 from ..mesh.reduce import GradBuckets, grad_norm
 
-# %% ../../nbs/63_align.faults.ipynb #42e99f91
+# %% ../../nbs/63_align.faults.ipynb #2bc56010
 def drop_reduction(
     step: TrainStep, # Step of a data-parallel run
 ):
     "Leave the last parameter out of the sum over replicas."
     if step.buckets is None: return # one replica has nothing to reduce
-    left_out, rest = step.params[-1], step.params[:-1]
-    step.buckets, left_out.grad = GradBuckets(rest, step.dp_group), None
-    def clear(phase, step):
-        if phase == "updated": left_out.grad = None
-    step.observers.append(clear)
+    step.buckets = GradBuckets(step.params[:-1], step.dp_group)
 
 # %% ../../nbs/63_align.faults.ipynb #f404ec5d
 def double_row_bias(

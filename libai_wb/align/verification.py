@@ -126,7 +126,7 @@ class Verification:
 # %% ../../nbs/64_align.verification.ipynb #81807cc8
 DEFAULT_LAYOUTS = ("1", "dp2", "tp2", "pp2", "dp2tp2", "dp2pp2", "tp2pp2", "dp2tp2pp2")
 
-# %% ../../nbs/64_align.verification.ipynb #6ca67d78
+# %% ../../nbs/64_align.verification.ipynb #bc221dd9
 def verify(
     cfg, # Config, recipe name or path
     layouts: list[str] = DEFAULT_LAYOUTS, # Candidates
@@ -147,16 +147,16 @@ def verify(
     if not layouts or steps < 1:
         raise ValueError(f"{len(layouts)} layouts for {steps} steps leave nothing to verify; give at least one "
                          "of each.")
-    for text in (ref, *layouts): check_config(cfg, ParallelLayout.parse(text))
+    _check_dtype(dtype)
+    rows = [check_config(cfg, ParallelLayout.parse(text)).micro_batch for text in (ref, *layouts)][0]
     clean, probe = Probe(steps, dtype, init), Probe(steps, dtype, init, patch)
-    rows = check_config(cfg, ParallelLayout.parse(ref)).micro_batch
-    noises = [n for n in NOISE_RUNS if rows % n.acc == 0] if _eps(dtype) else []
+    noises = [n for n in NOISE_RUNS if rows % n.acc == 0] if dtype == "float32" else []
     runs = [(ref, clean), *[(ref, Probe(steps, dtype, init, noise=n)) for n in noises],
             *[(text, probe) for text in layouts]]
     done = _record_all(cfg, runs, len(runs) - len(layouts), timeout, device, progress)
     want, own, got = done[0], done[1:1 + len(noises)], done[1 + len(noises):]
-    band = noise_band(own, want, _eps(dtype)) if noises else None
     eps = torch.finfo(getattr(torch, dtype)).eps
+    band = noise_band(own, want, eps) if noises else None
     results = [_result(text, g, want, tolerance(band), eps) for text, g in zip(layouts, got)]
     loss_band = [band[make_key(i, "loss")] for i in range(steps)] if band else []
     return Verification(name, ref, probe, results, want.losses, loss_band, noisy_names(band or {}))
@@ -179,10 +179,9 @@ def _result(layout, got, want, limit, eps):
     if isinstance(got, Recording): return judge(layout, got, want, limit, eps)
     return LayoutResult(layout, dict.fromkeys(GROUPS, math.nan), math.inf, f"failed: {str(got).splitlines()[0]}", [])
 
-# %% ../../nbs/64_align.verification.ipynb #9a3129d0
-def _eps(dtype):
-    "Machine eps where a noise band is needed, `None` for float64."
+# %% ../../nbs/64_align.verification.ipynb #3635a55c
+def _check_dtype(dtype):
+    "Refuse a dtype that has neither a fixed limit nor a band."
     if dtype not in ("float64", "float32"):
         raise ValueError(f"dtype={dtype!r} cannot be verified; use float64, the judge, or float32, "
                          "which is held to its noise band.")
-    return torch.finfo(torch.float32).eps if dtype == "float32" else None

@@ -122,13 +122,18 @@ def check_model(
                          f"parallelism fits it; use a layout like dp{layout.world} instead of {layout}.")
     return layout
 
-# %% ../../nbs/54_engine.build.ipynb #520ade03
+# %% ../../nbs/54_engine.build.ipynb #b03c898b
 def check_config(
     cfg, # Config
     layout: ParallelLayout, # Layout to hold it against
 ) -> BatchPlan: # The sums of the batch
     "Check layout, model and batch of a config against each other."
-    model, train = build_plain(cfg), cfg.train
+    return _check_plain(cfg, layout, build_plain(cfg))
+
+# %% ../../nbs/54_engine.build.ipynb #296808fa
+def _check_plain(cfg, layout, model):
+    "The same for a model that is built already."
+    train = cfg.train
     check_model(model, layout)
     if hasattr(model, "units"): unit_stages(model.units(), layout.pp, train.dist.custom_pipeline_stage_id)
     return plan_batch(layout, train.global_batch_size, train.train_micro_batch_size,
@@ -172,7 +177,7 @@ def build_optimizer(
     return optimizer, instantiate(cfg.train.scheduler, optimizer=optimizer, max_iter=updates,
                                   warmup_iter=warmup)
 
-# %% ../../nbs/54_engine.build.ipynb #98a7f553
+# %% ../../nbs/54_engine.build.ipynb #f8d71e39
 def build_training(
     cfg, # Config
     layout: ParallelLayout | str = "1", # Layout of the run
@@ -182,7 +187,8 @@ def build_training(
 ) -> Training:
     "Build this rank's part of a run."
     layout, train = ParallelLayout.parse(str(layout)), cfg.train
-    plan, model = check_config(cfg, layout), build_plain(cfg, dtype)
+    model = build_plain(cfg, dtype)
+    plan = _check_plain(cfg, layout, model)
     loader = instantiate(cfg.dataloader.train, global_batch=plan.global_batch, seed=train.seed,
                          **_replica(mesh))
     check_fields(loader.dataset, getattr(model, "fields", ("images", "labels")))

@@ -6,8 +6,8 @@
 __all__ = ['pick_device', 'init_group', 'group_rank', 'join_ranks', 'end_group', 'from_rank0', 'make_mesh', 'RankError',
            'run_ranks']
 
-# %% ../../nbs/12_mesh.launch.ipynb #85f5fc18
-import ctypes, faulthandler, math, os, pickle, re, shutil, signal, threading
+# %% ../../nbs/12_mesh.launch.ipynb #a992bfc4
+import faulthandler, math, os, pickle, re, shutil, signal, threading
 import sys, tempfile, time, traceback, warnings
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -19,7 +19,7 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from .processes import forkserver
+from .processes import die_with_parent, forkserver
 from .room import check_ranks
 from .topology import ParallelLayout
 
@@ -112,11 +112,6 @@ def _rank_env(rank, world):
     loopback = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
     return {**{k: str(v) for k, v in ranks.items()}, **loopback}
 
-# %% ../../nbs/12_mesh.launch.ipynb #f659babf
-def _die_with_parent():
-    "Ask Linux to kill this process when its parent ends, so that no rank outlives its run."
-    if sys.platform == "linux": ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-
 # %% ../../nbs/12_mesh.launch.ipynb #62ed29c7
 def _call(rank, world, payload, folder, channel, group_timeout, device):
     "The environment of a rank, its group, and the call itself."
@@ -128,10 +123,10 @@ def _call(rank, world, payload, folder, channel, group_timeout, device):
     if reports: kwargs["report"] = lambda value: channel.send_bytes(pickle.dumps(("report", value)))
     return fn(rank, world, *args, **kwargs)
 
-# %% ../../nbs/12_mesh.launch.ipynb #9e89c0e7
+# %% ../../nbs/12_mesh.launch.ipynb #cba8bc3b
 def _rank_main(rank, world, payload, folder, channel, group_timeout, device):
     "Body of a rank: call, then result or traceback, all through `channel`."
-    _die_with_parent()
+    die_with_parent()
     warnings.filterwarnings("ignore")
     places = open(Path(folder) / f"rank{rank}.places", "w")
     faulthandler.register(signal.SIGUSR1, file=places, all_threads=False)

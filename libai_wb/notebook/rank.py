@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['ENTRY', 'rank_env', 'open_session', 'sweep_sessions', 'cut_links', 'serve_rank', 'RankManager']
 
-# %% ../../nbs/70_notebook.rank.ipynb #81b735d3
-import atexit, ctypes, json, os, shutil, signal, socket, sys, tempfile, types
+# %% ../../nbs/70_notebook.rank.ipynb #5dc25dce
+import atexit, json, os, shutil, socket, sys, tempfile, types
 from pathlib import Path
 
 import psutil, tqdm.std
@@ -15,6 +15,7 @@ from ipykernel.kernelapp import IPKernelApp
 from jupyter_client.kernelspec import KernelSpec
 from jupyter_client.manager import AsyncKernelManager
 from traitlets.config import Config
+from ..mesh.processes import die_with_parent
 from ..mesh.room import usable_cores
 from ..mesh.topology import ParallelLayout
 
@@ -67,10 +68,10 @@ def sweep_sessions(
             gone.append(state.parent.name)
     return gone
 
-# %% ../../nbs/70_notebook.rank.ipynb #d6a8c767
+# %% ../../nbs/70_notebook.rank.ipynb #9c9b6e22
 def _die_with_owner():
     "End this process when the one that started it ends."
-    if sys.platform == "linux": ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    die_with_parent()
     if os.getppid() != int(os.environ.get("JPY_PARENT_PID", os.getppid())): os._exit(1)
 
 # %% ../../nbs/70_notebook.rank.ipynb #9c318154
