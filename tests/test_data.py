@@ -12,9 +12,11 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torchvision.datasets import FashionMNIST
 
+from libai_wb.data.cyclic import CyclicSampler, SingleRoundSampler
 from libai_wb.data.datasets import FASHION_FOLDER, ArrayDataset, digits, fashion_mnist, read_idx
 from libai_wb.data.loaders import EvalLoader, TrainLoader
-from libai_wb.data.samplers import epoch_order, eval_batches, global_batch_ids, position_of, rank_rows, steps_per_epoch
+from libai_wb.data.samplers import (TAILS, epoch_batches, epoch_order, eval_batches, fill_rows, global_batch_ids,
+                                    position_of, rank_rows, steps_per_epoch)
 from libai_wb.mesh.launch import run_ranks
 from libai_wb.optim.build import get_default_optimizer_params
 from libai_wb.scheduler import WarmupCosineLR
@@ -34,6 +36,35 @@ GOLDEN = {  # (N, G, seed, epoch) -> the global batches of the epoch; never chan
 def test_golden_order(n, g, seed, epoch):
     steps = range(epoch * (n // g), (epoch + 1) * (n // g))
     assert [global_batch_ids(n, g, s, seed)[0].tolist() for s in steps] == GOLDEN[n, g, seed, epoch]
+
+
+GOLDEN_TAILS = {  # (N, G, seed, epoch, tail) -> the last global batch of the epoch; never change these
+    (10, 4, 0, 0, "short"): [2, 3],
+    (10, 4, 0, 0, "wrap"): [2, 3, 7, 6],
+    (10, 4, 0, 1, "wrap"): [9, 1, 8, 5],
+    (3, 8, 2, 1, "short"): [0, 2, 1],
+    (3, 8, 2, 1, "wrap"): [0, 2, 1, 0, 2, 1, 0, 2],
+}
+
+
+@pytest.mark.parametrize("n, g, seed, epoch, tail", GOLDEN_TAILS)
+def test_golden_tails(n, g, seed, epoch, tail):
+    want = GOLDEN_TAILS[n, g, seed, epoch, tail]
+    assert epoch_batches(n, g, seed, epoch, tail=tail)[-1].tolist() == want
+    last = (epoch + 1) * steps_per_epoch(n, g, tail) - 1
+    assert global_batch_ids(n, g, last, seed, tail=tail)[0].tolist() == want
+
+
+GOLDEN_CYCLIC = {  # (N, mb, dp, seed, first micro-batch) -> three micro-batches of each rank; never change these
+    (23, 3, 2, 4, 0): [[[3, 11, 1], [5, 14, 8], [13, 2, 21]], [[10, 15, 4], [17, 19, 0], [7, 9, 6]]],
+    (10, 2, 2, 0, 1): [[[0, 5], [8, 5], [2, 4]], [[8, 1], [6, 3], [7, 0]]],
+}
+
+
+@pytest.mark.parametrize("n, mb, dp, seed, first", GOLDEN_CYCLIC)
+def test_golden_cyclic_order(n, mb, dp, seed, first):
+    samplers = [CyclicSampler(range(n), mb, True, first * mb * dp, r, dp, seed) for r in range(dp)]
+    assert [list(itertools.islice(s, 3)) for s in samplers] == GOLDEN_CYCLIC[n, mb, dp, seed, first]
 
 
 def test_order_needs_nothing_but_philox_and_a_sort():
@@ -71,6 +102,70 @@ def test_an_epoch_takes_each_sample_at_most_once(n, g):
         assert len(set(ids.tolist())) == len(ids) == n // g * g
     dropped = [set(range(n)) - set(epoch_order(n, 0, e)[:per_epoch * g].tolist()) for e in range(9)]
     assert n % g == 0 or len(set.union(*dropped)) > n % g  # not always the same samples are left out
+
+
+SIZES = [(n, g) for n in (1, 5, 24, 25, 97) for g in (4, 12, 24)]
+
+
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("n, g", SIZES)
+def test_tails(n, g, tail):
+    "R-64, R-69: rows of a rank are constant, real rows exact, and each sample comes as often as its tail says."
+    if tail == "drop" and n < g: return
+    steps = steps_per_epoch(n, g, tail)
+    whole = [(global_batch_ids(n, g, s, 3, tail=tail)) for s in range(3 * steps)]
+    assert [e for _, e in whole] == sorted(list(range(3)) * steps)
+    for epoch in range(3):
+        batches = [ids for ids, e in whole if e == epoch]
+        assert all(np.array_equal(a, b) for a, b in zip(batches, epoch_batches(n, g, 3, epoch, tail=tail), strict=True))
+        seen = np.bincount(np.concatenate(batches), minlength=n)
+        if tail == "drop": assert seen.sum() == n // g * g and seen.max() <= 1
+        if tail == "short": assert (seen == 1).all() and [len(b) for b in batches[:-1]] == [g] * (steps - 1)
+        if tail == "wrap": assert seen.sum() == steps * g and seen.max() - seen.min() <= 1
+    for dp, acc in [(1, 1), (1, 4), (2, 1), (2, 2), (4, 1)]:
+        for ids, _ in whole:
+            ranks = [fill_rows(ids, g, dp, r) for r in range(dp)]
+            assert {x.shape for r in ranks for x in r} == {(g // dp,)}
+            micro = [[np.split(x, acc) for x in r] for r in ranks]
+            rows, real, weight = (np.concatenate([m for r in micro for m in r[k]]) for k in range(3))
+            assert np.array_equal(real[weight > 0], ids) and weight.sum() == len(ids)
+            assert (real[weight == 0] == -1).all() and (rows[weight == 0] == ids[-1]).all()
+            assert np.array_equal(rows[weight > 0], ids)
+
+
+@pytest.mark.parametrize("bucketed", [False, True])
+@pytest.mark.parametrize("n, mb, dp, acc", [(24, 2, 3, 2), (25, 3, 2, 2), (97, 4, 4, 1), (97, 2, 1, 8), (999, 4, 2, 1)])
+def test_cyclic_sampler(n, mb, dp, acc, bucketed):
+    "R-64: ranks are disjoint, count alike, repeat nothing in an epoch and start anywhere."
+    def samplers(consumed): return [CyclicSampler(range(n), mb, True, consumed, r, dp, 5, acc, bucketed)
+                                    for r in range(dp)]
+    together = mb * dp * (1 if bucketed else acc)
+    per_epoch = n // together * together // (mb * dp)
+    ranks = [list(itertools.islice(s, 3 * per_epoch + 2)) for s in samplers(0)]
+    assert {len(b) for r in ranks for b in r} == {mb}
+    epochs = [[i for r in ranks for b in r[e * per_epoch:(e + 1) * per_epoch] for i in b] for e in range(3)]
+    assert all(len(set(e)) == len(e) == n // together * together for e in epochs) and epochs[0] != epochs[1]
+    for first in range(0, 3 * per_epoch, max(1, per_epoch // 7)):
+        resumed = [list(itertools.islice(s, 2)) for s in samplers(first * mb * dp)]
+        assert resumed == [r[first:first + 2] for r in ranks]
+
+
+def test_cyclic_sampler_follows_the_global_order():
+    "The default order is the trainer's own, whatever dp and accumulation are."
+    for dp, acc in [(1, 1), (2, 1), (2, 2), (4, 3)]:
+        ranks = [itertools.islice(CyclicSampler(range(97), 24 // dp // acc, True, 0, r, dp, 1, acc), 9 * acc)
+                 for r in range(dp)]
+        rows = np.array([list(r) for r in ranks]).reshape(dp, 9, -1)
+        assert all(np.array_equal(rows[:, s].reshape(-1), global_batch_ids(97, 24, s, 1)[0]) for s in range(9))
+
+
+@pytest.mark.parametrize("bucketed", [False, True])
+def test_single_round_in_a_dataloader(bucketed):
+    "A batch sampler of PyTorch's loader: once over everything, no sample twice."
+    data = [(torch.tensor([float(i)]), i) for i in range(13)]
+    seen = [y.tolist() for r in range(3) for _, y in torch.utils.data.DataLoader(
+        data, batch_sampler=SingleRoundSampler(data, 2, True, r, 3, bucketed=bucketed))]
+    assert sorted(i for b in seen for i in b) == list(range(13)) and max(map(len, seen)) == 2
 
 
 @pytest.mark.parametrize("dp", [1, 2, 3, 4, 8])
@@ -120,7 +215,9 @@ def test_ranks_may_have_workers():
 class _Deadly:
     "A dataset whose worker dies."
     def __len__(self): return 8
-    def __getitem__(self, i): os._exit(1)
+    def __getitem__(self, i):
+        if torch.utils.data.get_worker_info(): os._exit(1)
+        return dict(images=torch.zeros(1), labels=0)
 
 
 def test_a_dead_worker_is_noticed():

@@ -40,7 +40,7 @@ def test_no_gpu(verb, capsys, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("verb", ["train", "verify", "info", "recipes"])
+@pytest.mark.parametrize("verb", ["train", "verify", "info", "recipes", "data"])
 def test_every_verb_has_help_with_an_example(verb, capsys):
     with pytest.raises(SystemExit) as end: main([verb, "--help"])
     assert end.value.code == 0

@@ -22,6 +22,11 @@ STEPS = 4
 
 # --- what verify must find; each function is planted in the candidates as patch="test_faults:NAME" ---
 
+def on_step(fault):
+    "A patch, which takes the `Training`, from a fault of its step."
+    return lambda training: fault(training.step)
+
+
 def is_replica_1(step): return step.mesh is not None and step.mesh["dp"].size() > 1 and step.mesh.get_local_rank("dp") == 1
 
 
@@ -30,23 +35,27 @@ def at_the_end(step, change):
     step.observers.append(lambda phase, s: change() if phase == "updated" and s.update == STEPS else None)
 
 
+@on_step
 def drifted_copy(step):
     "One replica's head is off by a millionth at the end: far inside the float32 noise band."
     weight = dict(step.model.named_parameters())["head.weight"]
     if is_replica_1(step): at_the_end(step, lambda: weight.data.mul_(1 + 1e-6))
 
 
+@on_step
 def redundant_replicas(step):
     "Every replica trains the whole global batch: right numbers, and data parallelism did nothing."
     whole, call = build_training(load_recipe("vit_nano_digits")).loader, type(step).__call__
     step.__class__ = type("Redundant", (type(step),), {"__call__": lambda self, batch: call(self, whole.batch(self.update))})
 
 
+@on_step
 def tripled_lr_metric(step):
     lr = step.lr
     step.lr = lambda: 3 * lr()
 
 
+@on_step
 def extra_state(step):
     "The optimizer keeps a state that the reference does not know."
     def add():
@@ -54,15 +63,18 @@ def extra_state(step):
     at_the_end(step, add)
 
 
+@on_step
 def counter_off(step):
     "Adam's step count, which its bias correction uses, is off by one."
     at_the_end(step, lambda: [s["step"].add_(1) for s in step.optimizer.state.values()])
 
 
+@on_step
 def nan_gradient(step):
     step.observers.append(lambda phase, s: s.params[-1].grad.fill_(math.nan) if phase == "reduced" and s.update == 2 else None)
 
 
+@on_step
 def fails_under_tp(step):
     if step.mesh is not None and step.mesh["tp"].size() > 1: raise RuntimeError("tensor parallelism is out of order")
 

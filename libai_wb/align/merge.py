@@ -38,12 +38,13 @@ def pieces(
         made.append(Piece(name, local(t.detach()).cpu().clone(), tuple(t.shape), dim, coords))
     return made
 
-# %% ../../nbs/60_align.merge.ipynb #7187807d
+# %% ../../nbs/60_align.merge.ipynb #0e2bd006
 class Disagreement(NamedTuple):
     "Copies of one tensor that differ."
     name: str # Logical name
     axis: str # Mesh axis along which the copies lie, "dp" or "tp"
     deviation: float # Largest difference, relative to the largest element
+    detail: str = "" # What differs, where a number does not say it
 
 # %% ../../nbs/60_align.merge.ipynb #086cbbe5
 def deviation(

@@ -48,10 +48,12 @@ def noisy_names(
     "The tensors that float32 can hardly test."
     return list(dict.fromkeys(key.name or key.quantity for key, width in band.items() if width > limit))
 
-# %% ../../nbs/62_align.noise.ipynb #6135a078
+# %% ../../nbs/62_align.noise.ipynb #4f3998a4
 def tolerance(
     band: dict[Key, float] | None = None, # From `noise_band`; `None` for float64
 ) -> Callable[[Key], float]: # Largest accepted difference of a key
     "The rule by which a difference is judged."
-    if band is not None: return lambda key: band.get(key, 0.) # nothing is granted to what the reference does not have
-    return lambda key: 1e-9 if key.phase >= PHASES.index("parameter") else 1e-10
+    exact, late = PHASES.index("batch"), PHASES.index("parameter")
+    if band is None: return lambda key: 1e-9 if key.phase >= late else 1e-10
+    # no rounding excuses other rows, and nothing is granted to what the reference does not have
+    return lambda key: 0. if key.phase <= exact else band.get(key, 0.)

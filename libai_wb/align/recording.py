@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Probe', 'probe_weights', 'resolve_patch', 'record_rank', 'record']
 
-# %% ../../nbs/63a_align.recording.ipynb #2f878e05
+# %% ../../nbs/63a_align.recording.ipynb #85b8c706
 import copy
 import importlib
 import math
@@ -16,20 +16,21 @@ import torch
 from .compare import Recording
 from .merge import Disagreement, deviation, merge, pieces
 from .noise import NoiseRun, perturb
+from ..engine.agreement import row_checksums
 from ..engine.build import build_training, check_config
 from ..mesh.launch import make_mesh, run_ranks
 from ..mesh.parallelize import logical, set_logical
 from ..mesh.rng import generator
 from ..mesh.topology import ParallelLayout
 
-# %% ../../nbs/63a_align.recording.ipynb #f5ad3183
+# %% ../../nbs/63a_align.recording.ipynb #c1fd96cb
 @dataclass(frozen=True)
 class Probe:
     "How a run is recorded."
     steps: int = 24 # Optimizer updates
     dtype: str = "float64" # "float64" or "float32"
     init: str = "recipe" # "recipe", or "probe" to randomise biases, norms and tokens first
-    patch: str | None = None # "module:function", called with the `TrainStep` before the first update
+    patch: str | None = None # "module:function", called with the `Training` before the first update
     noise: NoiseRun = NoiseRun() # Perturbation, for the noise band
 
     @property
@@ -57,12 +58,12 @@ def resolve_patch(
         raise ValueError(f"Patch {path!r} cannot be imported ({e}); write module:function, "
                          "for example libai_wb.align.faults:drop_reduction.") from e
 
-# %% ../../nbs/63a_align.recording.ipynb #d9d6af75
+# %% ../../nbs/63a_align.recording.ipynb #cf59efe6
 def _prepare(cfg, layout, mesh, probe, device):
     "A training ready for its first update."
     training = build_training(cfg, layout, mesh, device, getattr(torch, probe.dtype))
     if probe.init == "probe": probe_weights(training.model, cfg.train.seed)
-    if probe.patch: resolve_patch(probe.patch)(training.step)
+    if probe.patch: resolve_patch(probe.patch)(training)
     return training
 
 # %% ../../nbs/63a_align.recording.ipynb #eb40b48d
@@ -76,7 +77,7 @@ def _state(training):
             if torch.is_tensor(value): state.setdefault(kind, {})[named[id(p)]] = value
     return {quantity: tensors for quantity, tensors in state.items() if tensors}
 
-# %% ../../nbs/63a_align.recording.ipynb #2bfd0970
+# %% ../../nbs/63a_align.recording.ipynb #045a3096
 def record_rank(
     rank: int, # From `run_ranks`
     world: int, # From `run_ranks`
@@ -88,23 +89,23 @@ def record_rank(
     "Run some steps and hand over what this rank has."
     lay = ParallelLayout.parse(layout)
     training, coords = _prepare(cfg, layout, make_mesh(lay, device), probe, device), lay.coords(rank)
-    held, metrics, ids = {}, [], []
+    held, metrics, ids, rows = {}, [], [], []
     def look(phase, step):
-        if phase != "reduced" or step.update not in probe.gradient_steps: return
-        grads = {n: p.grad for n, p in training.model.named_parameters() if p.grad is not None}
-        held[step.update, "gradient"] = pieces(grads, coords)
+        if phase == "prepared":
+            ids.append(step.batch["ids"].tolist())
+            rows.append({k: v.tolist() for k, v in row_checksums(step.batch).items()})
+        if phase == "reduced" and step.update in probe.gradient_steps:
+            grads = {n: p.grad for n, p in training.model.named_parameters() if p.grad is not None}
+            held[step.update, "gradient"] = pieces(grads, coords)
     training.step.observers.append(look)
-    for i in range(probe.steps):
-        batch = _batch(training, probe, i)
-        ids.append(batch["ids"].tolist())
-        metrics.append(training.step(batch))
+    for i, batch in zip(range(probe.steps), training.loader.iterate(0)): # workers included, where a config has them
+        metrics.append(training.step(_noisy(batch, probe, i)))
     held |= {(probe.steps, quantity): pieces(tensors, coords) for quantity, tensors in _state(training).items()}
-    return dict(metrics=metrics, ids=ids, pieces=held, coords=coords)
+    return dict(metrics=metrics, ids=ids, rows=rows, pieces=held, coords=coords)
 
-# %% ../../nbs/63a_align.recording.ipynb #d6e0395a
-def _batch(training, probe, i):
+# %% ../../nbs/63a_align.recording.ipynb #30d6fc12
+def _noisy(batch, probe, i):
     "Batch `i`, perturbed where the probe asks for it."
-    batch = training.loader.batch(i)
     if not probe.noise.seed: return batch
     as_dtype = batch["images"].to(getattr(torch, probe.dtype))
     return batch | dict(images=perturb(as_dtype, generator(probe.noise.seed, "noise", i)))
@@ -142,7 +143,31 @@ def _merge_scalars(ranks):
         ids.append(tuple(sorted(i for rows in by_dp.values() for i in rows)))
     return scalars, ids, apart
 
-# %% ../../nbs/63a_align.recording.ipynb #08001a6c
+# %% ../../nbs/63a_align.recording.ipynb #c19e3ae2
+def _merge_rows(ranks):
+    "Checksums of every step by field and sample, and the fields of which ranks of a replica have different rows."
+    merged, apart = [], {}
+    for step in range(len(ranks[0]["rows"])):
+        told, first = {}, {}
+        for r in ranks:
+            lead = first.setdefault(r["coords"].dp, r)
+            ids, own = lead["ids"][step], lead["rows"][step]
+            for k, sums in r["rows"][step].items():
+                told.setdefault(k, {}).update({i: c for i, c in zip(ids, own[k]) if i >= 0})
+                other = next((i for i, a, b in zip(ids, own[k], sums) if a != b), None)
+                if other is not None: apart.setdefault((step, "batch", k), _another(k, lead, r, other))
+        merged.append(told)
+    return merged, apart
+
+# %% ../../nbs/63a_align.recording.ipynb #29e0f1c7
+def _another(field, lead, r, sample):
+    "Which rank of a replica has other rows than the first."
+    axis = "pp" if r["coords"].pp != lead["coords"].pp else "tp"
+    places = [getattr(x["coords"], axis) for x in (lead, r)]
+    return Disagreement(field, axis, math.inf, f"{axis} ranks {places[0]} and {places[1]} have different {field} for "
+                                               f"sample {sample}")
+
+# %% ../../nbs/63a_align.recording.ipynb #9478560b
 def record(
     cfg, # Config
     layout: str = "1", # Layout of the run
@@ -156,4 +181,5 @@ def record(
                       group_timeout=timeout)
     tensors, apart = _merge_all(ranks)
     scalars, ids, told = _merge_scalars(ranks)
-    return Recording(scalars, ids, tensors, told | apart)
+    rows, other = _merge_rows(ranks)
+    return Recording(scalars, ids, tensors, told | other | apart, rows)

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['GROUPS', 'COPY_EPS', 'DEFAULT_LAYOUTS', 'LayoutResult', 'judge', 'Verification', 'verify']
 
-# %% ../../nbs/64_align.verification.ipynb #2395f31c
+# %% ../../nbs/64_align.verification.ipynb #3e8d7423
 import json
 import math
 from dataclasses import asdict, dataclass, field
@@ -15,10 +15,10 @@ from typing import Callable
 import pandas as pd
 import torch
 from tqdm.auto import tqdm
-from .compare import PHASES, Key, Recording, compare, first_beyond, make_key
+from .compare import PHASES, Key, Recording, compare, first_beyond, make_key, other_sample
 from .noise import NOISE_RUNS, noise_band, noisy_names, tolerance
 from .recording import Probe, record, resolve_patch
-from ..engine.build import check_config, load_recipe
+from ..engine.build import check_config, load_recipe, random_mode
 from ..mesh.launch import RankError
 from ..mesh.topology import ParallelLayout
 
@@ -47,7 +47,7 @@ def _place(key):
 # %% ../../nbs/64_align.verification.ipynb #94418f16
 COPY_EPS = 4 # Copies are results of the same sums: measured bit-equal on CPUs, so a few roundings are already a finding
 
-# %% ../../nbs/64_align.verification.ipynb #d2cf3b84
+# %% ../../nbs/64_align.verification.ipynb #2f3a1018
 def judge(
     layout: str, # Layout of the candidate
     got: Recording, # Candidate
@@ -61,9 +61,17 @@ def judge(
     apart = {known.get(at) or make_key(*at): d for at, d in got.replicas.items() if d.deviation > COPY_EPS * eps}
     first = min(filter(None, [first_beyond(found, limit), min(apart, default=None)]), default=None)
     worst = {g: max((v for k, v in found.items() if _group_of(k) == g), default=0.) for g in GROUPS}
-    verdict = "follows" if first is None else f"leaves at {_place(first)}: {_why(first, found, apart)}"
+    why = first and (_whose_rows(first, got, want, apart) or _why(first, found, apart))
+    verdict = "follows" if first is None else f"leaves at {_place(first)}: {why}"
     margin = max((v / limit(k) if limit(k) else math.inf for k, v in found.items() if v), default=0.)
     return LayoutResult(layout, worst, margin, verdict, got.losses)
+
+# %% ../../nbs/64_align.verification.ipynb #3647c9fb
+def _whose_rows(key, got, want, apart):
+    "What is wrong with the rows of a batch; nothing for another quantity."
+    if key in apart and apart[key].detail: return apart[key].detail
+    if key.quantity != "batch": return ""
+    return f"sample {other_sample(got, want, key)} has other {key.name} than in the reference"
 
 # %% ../../nbs/64_align.verification.ipynb #e3d0b552
 def _group_of(key): return PHASES[key.phase]
@@ -82,7 +90,7 @@ def _finite(value):
     if isinstance(value, (list, tuple)): return [_finite(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
-# %% ../../nbs/64_align.verification.ipynb #5cae961f
+# %% ../../nbs/64_align.verification.ipynb #3fae9244
 @dataclass
 class Verification:
     "The answer of `verify`."
@@ -111,6 +119,7 @@ class Verification:
         return "\n".join([self.headline(), "", "largest relative difference", table, *[hidden] * bool(self.noisy)])
 
     def headline(self) -> str:
+        if not self.losses: return "? not comparable: nothing was run"
         good = sum(r.ok for r in self.results)
         text = (f"{good} of {len(self.results)} layouts follow {self.reference} for {self.probe.steps} steps "
                 f"in {self.probe.dtype}")
@@ -126,7 +135,7 @@ class Verification:
 # %% ../../nbs/64_align.verification.ipynb #81807cc8
 DEFAULT_LAYOUTS = ("1", "dp2", "tp2", "pp2", "dp2tp2", "dp2pp2", "tp2pp2", "dp2tp2pp2")
 
-# %% ../../nbs/64_align.verification.ipynb #bc221dd9
+# %% ../../nbs/64_align.verification.ipynb #df3b1a95
 def verify(
     cfg, # Config, recipe name or path
     layouts: list[str] = DEFAULT_LAYOUTS, # Candidates
@@ -134,7 +143,7 @@ def verify(
     dtype: str = "float64", # "float64", the judge, or "float32"
     ref: str = "1", # Layout of the reference
     init: str = "recipe", # "recipe", or "probe" to randomise biases, norms and tokens first
-    patch: str | None = None, # "module:function", called with the `TrainStep` of every candidate
+    patch: str | None = None, # "module:function", called with the `Training` of every candidate
     timeout: float = 600, # Seconds for each run
     device: str = "cpu", # Device type
     progress: bool = True, # Show a progress bar
@@ -150,6 +159,7 @@ def verify(
     _check_dtype(dtype)
     rows = [check_config(cfg, ParallelLayout.parse(text)).micro_batch for text in (ref, *layouts)][0]
     clean, probe = Probe(steps, dtype, init), Probe(steps, dtype, init, patch)
+    if random_mode(cfg) == "per_shard": return _not_comparable(name, ref, probe, layouts)
     noises = [n for n in NOISE_RUNS if rows % n.acc == 0] if dtype == "float32" else []
     runs = [(ref, clean), *[(ref, Probe(steps, dtype, init, noise=n)) for n in noises],
             *[(text, probe) for text in layouts]]
@@ -178,6 +188,13 @@ def _result(layout, got, want, limit, eps):
     "The comparison of a candidate, or the failure that it ended with."
     if isinstance(got, Recording): return judge(layout, got, want, limit, eps)
     return LayoutResult(layout, dict.fromkeys(GROUPS, math.nan), math.inf, f"failed: {str(got).splitlines()[0]}", [])
+
+# %% ../../nbs/64_align.verification.ipynb #3543a669
+def _not_comparable(name, ref, probe, layouts):
+    "The answer for a config in which every layout draws numbers of its own."
+    why = "not comparable: train.random.mode=per_shard draws other numbers in every layout; use exact"
+    empty = dict.fromkeys(GROUPS, math.nan)
+    return Verification(name, ref, probe, [LayoutResult(text, empty, math.nan, why, []) for text in layouts], [])
 
 # %% ../../nbs/64_align.verification.ipynb #3635a55c
 def _check_dtype(dtype):

@@ -5,9 +5,12 @@
 # %% auto #0
 __all__ = ['fetch_rows', 'TrainLoader', 'EvalLoader']
 
-# %% ../../nbs/42_data.loaders.ipynb #4eec8865
+# %% ../../nbs/42_data.loaders.ipynb #eb2029ce
+import warnings
 from collections.abc import Iterable, Iterator
-from itertools import count
+from copy import copy
+from functools import cached_property
+from itertools import count, starmap
 
 import cloudpickle
 import numpy as np
@@ -16,14 +19,16 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from fastcore.basics import patch
 
-from .datasets import check_item
-from .samplers import eval_batches, global_batch_ids, rank_rows, steps_per_epoch
+from .datasets import UnreadableSample, as_fields, check_map_style
+from .mixup import Mixup, partner_slots
+from .samplers import eval_batches, fill_rows, global_batch_ids, rank_rows, steps_per_epoch
+from .seeding import fetch_sample, find_generators, keep_generators
 from ..mesh.processes import forkserver
 from ..mesh.rng import generator
 
-# %% ../../nbs/42_data.loaders.ipynb #fa402793
+# %% ../../nbs/42_data.loaders.ipynb #73789b41
 def fetch_rows(
-    dataset, # Map-style dataset of dicts
+    dataset, # Map-style dataset
     rows: Iterable[int], # Samples to fetch
 ) -> dict[str, torch.Tensor]: # Each field stacked, batch first
     "The samples `rows` as one dict of tensors."
@@ -31,81 +36,245 @@ def fetch_rows(
     if hasattr(dataset, "fetch"): return dict(dataset.fetch(rows))
     many = getattr(dataset, "__getitems__", None)
     items = many(rows) if many else [dataset[r] for r in rows]
-    return default_collate([dict(check_item(item)) for item in items])
+    return _stack(rows, [as_fields(item) for item in items])
 
-# %% ../../nbs/42_data.loaders.ipynb #b50ec7d1
-def _batch(dataset, rows, ids, weight):
-    "Fields of `rows` with the ids and weights that go with them."
-    return {**fetch_rows(dataset, rows),
-            "ids": torch.from_numpy(ids), "weight": torch.from_numpy(weight)}
+# %% ../../nbs/42_data.loaders.ipynb #9284b06d
+def _stack(rows, items):
+    "Fields of samples as one dict of tensors; a sentence about the first sample that is unlike the others."
+    try: return default_collate(items)
+    except (RuntimeError, TypeError, KeyError):
+        kinds = [{k: tuple(np.shape(v)) for k, v in item.items()} for item in items]
+        odd = next((i for i, kind in enumerate(kinds) if kind != kinds[0]), None)
+        if odd is None: raise
+        raise ValueError(f"Sample {rows[odd]} has the fields and shapes {kinds[odd]} and sample {rows[0]} {kinds[0]}, "
+                         "so they make no batch; bring them to one size in the dataset's transform.") from None
 
-# %% ../../nbs/42_data.loaders.ipynb #074924a6
+# %% ../../nbs/42_data.loaders.ipynb #9fa1ae5b
 class _Batches(Dataset):
-    "A loader as a map from batch number to batch."
-    def __init__(self, loader): self.loader = loader
-    def __getitem__(self, i): return self.loader.batch(i)
+    "A loader as a map from batch number to batch and what was skipped in it."
+    def __init__(self, loader): self.loader = copy(loader)
+    def __getitem__(self, i): return self.loader._read(i)
     def __getstate__(self): return cloudpickle.dumps(self.loader)
     def __setstate__(self, state): self.loader = cloudpickle.loads(state)
 
-# %% ../../nbs/42_data.loaders.ipynb #0dc390c7
-def _stream(loader, numbers, num_workers):
-    "The batches `numbers` of a loader, in order."
-    if not num_workers: return map(loader.batch, numbers)
-    return iter(DataLoader(_Batches(loader), sampler=numbers, batch_size=None,
-                           num_workers=num_workers, multiprocessing_context=forkserver(),
-                           generator=generator("data workers")))
+# %% ../../nbs/42_data.loaders.ipynb #aa6511a3
+class _Loader:
+    "What both loaders share: reading samples, skipping and streaming."
+    def __init__(self, dataset, num_workers, on_error, pin_memory):
+        check_map_style(dataset)
+        if on_error not in ("stop", "skip"):
+            raise ValueError(f"on_error={on_error!r} is unknown; use 'stop' to end the run at a sample that cannot be "
+                             "read, or 'skip' to go on without it.")
+        self.dataset, self.num_workers, self.on_error = dataset, num_workers, on_error
+        self.pin_memory = pin_memory
+        self.skipped, self._ahead, self._round = {}, None, None  # sample → why, as far as seen on this rank
 
-# %% ../../nbs/42_data.loaders.ipynb #cae377be
-class TrainLoader:
+    @cached_property
+    def generators(self): return find_generators(self.dataset)  # once, before workers start
+    def __getstate__(self): return {**self.__dict__, "_ahead": None, "_round": None}  # workers stay behind
+    def batch(self, number): return self._noted(*self._read(number))
+
+# %% ../../nbs/42_data.loaders.ipynb #2f85b389
+@patch
+def _noted(self: _Loader, batch, skipped):
+    "The batch, after a word about each sample that was skipped for the first time."
+    for i, why in skipped.items():
+        if i not in self.skipped: warnings.warn(f"Sample {i} is skipped: {why}", stacklevel=2)
+    self.skipped |= skipped
+    return batch
+
+@patch
+def _pinned(self: _Loader, number):
+    "A batch made in this process, in page-locked memory where that is asked for and means anything."
+    batch = self.batch(number)
+    if not (self.pin_memory and torch.cuda.is_available()): return batch
+    return {k: v.pin_memory() for k, v in batch.items()}
+
+# %% ../../nbs/42_data.loaders.ipynb #877d8583
+@patch
+def _workers(self: _Loader, numbers, stay=False):
+    "PyTorch's loader over batch numbers, in worker processes."
+    self.generators  # found here, once for all workers
+    return DataLoader(_Batches(self), sampler=numbers, batch_size=None, num_workers=self.num_workers,
+                      persistent_workers=stay, multiprocessing_context=forkserver(),
+                      pin_memory=self.pin_memory and torch.cuda.is_available(), generator=generator("data workers"))
+
+# %% ../../nbs/42_data.loaders.ipynb #e29706f2
+@patch
+def _samples(self: _Loader, rows, name, check=False):
+    "Each field of the samples `rows`, stacked; and why some of them are others."
+    rows = [int(r) for r in rows]
+    at = {r: k for k, r in enumerate(dict.fromkeys(rows))}
+    fields, skipped = self._quick(at, check) or self._one_by_one(at, name, check)
+    if len(at) < len(rows):
+        index = torch.tensor([at[r] for r in rows])
+        fields = {k: v[index] for k, v in fields.items()}
+    return fields, skipped
+
+# %% ../../nbs/42_data.loaders.ipynb #f82f7d2c
+@patch
+def _quick(self: _Loader, rows, check):
+    "All rows at once, where nothing is drawn and nothing to be checked; None if that cannot be done."
+    if self.generators or check: return None
+    try: return fetch_rows(self.dataset, rows), {}
+    except (UnreadableSample, OSError): return None  # one by one it has a name
+
+@patch
+def _one_by_one(self: _Loader, rows, name, check):
+    "Rows fetched and seeded one after the other."
+    items, skipped = [], {}
+    with keep_generators():
+        for i in rows:
+            item, why = self._readable(i, name, check)
+            items.append(item)
+            if why: skipped[i] = str(why)
+    return _stack(list(rows), items), skipped
+
+# %% ../../nbs/42_data.loaders.ipynb #ef6c0ccc
+@patch
+def _readable(self: _Loader, i, name, check):
+    "Sample `i`, or the next one that can be read and why it is not `i`."
+    n, why = len(self.dataset), None
+    for j in range(min(n, 65)):
+        try: return self._sample((i + j) % n, name, check), why
+        except UnreadableSample as e:
+            if self.on_error == "stop": raise
+            why = why or e
+    raise UnreadableSample(f"{j + 1} samples in a row cannot be read, the first of them: {why}", i)
+
+@patch
+def _sample(self: _Loader, i, name, check):
+    "The fields of one seeded sample; a dataset's own error about its file gets the sample's name."
+    try: return as_fields(fetch_sample(self.dataset, i, self.generators, *name, i, check=check))
+    except OSError as e:
+        raise UnreadableSample(f"Sample {i} cannot be read ({type(e).__name__}: {e}); repair it, take it out of the "
+                               "dataset, or give the loader on_error='skip'.", i, e.filename) from e
+
+# %% ../../nbs/42_data.loaders.ipynb #08ed2f79
+def _counts(rows, skipped):
+    "Ids and weights of rows, after what was skipped is taken out."
+    lost = np.isin(rows.rows, list(skipped))
+    return dict(ids=torch.from_numpy(np.where(lost, -1, rows.ids)),
+                weight=torch.from_numpy(np.where(lost, np.float32(0), rows.weight)))
+
+# %% ../../nbs/42_data.loaders.ipynb #83b08517
+class TrainLoader(_Loader):
     "The rows of one data-parallel rank, for any update."
     def __init__(self,
-        dataset, # Map-style dataset of dicts
+        dataset, # Map-style dataset
         global_batch: int, # Rows of one optimizer update over all ranks
         dp: int = 1, # Data-parallel ranks
         dp_rank: int = 0, # This rank
         seed: int = 0, # Seed of the run
         shuffle: bool = True, # False: the dataset's own order
-        tail: str = "drop", # What becomes of the incomplete last batch of an epoch
+        tail: str = "drop", # The incomplete last batch of an epoch: "drop", "short" or "wrap"
         num_workers: int = 0, # Worker processes that fetch ahead in `iterate`
+        mixup_func: Mixup | None = None, # Mixes the rows of the global batch
+        on_error: str = "stop", # A sample that cannot be read: "stop" or "skip"
+        check: int = 0, # First updates whose samples are fetched twice and compared
+        pin_memory: bool = False, # Page-locked batches, where there is CUDA
     ):
+        super().__init__(dataset, num_workers, on_error, pin_memory)
         self.steps_per_epoch = steps_per_epoch(len(dataset), global_batch, tail)
         self.rows = rank_rows(global_batch, dp, dp_rank)
-        self.dataset, self.global_batch, self.num_workers = dataset, global_batch, num_workers
+        self.global_batch, self.dp, self.dp_rank, self.seed, self.check = global_batch, dp, dp_rank, seed, check
         self.order = dict(seed=seed, shuffle=shuffle, tail=tail)
+        self.mixup_func = _known_mixup(mixup_func)
 
     def epoch(self, step): return step // self.steps_per_epoch
+    def global_ids(self, step): return global_batch_ids(len(self.dataset), self.global_batch, step, **self.order)
 
-# %% ../../nbs/42_data.loaders.ipynb #6f9d2528
+# %% ../../nbs/42_data.loaders.ipynb #98cf0109
+def _known_mixup(mixup):
+    "A mixup that takes a batch with its slots, or None."
+    if mixup is None or hasattr(mixup, "device"): return mixup
+    raise ValueError(f"mixup_func is a {type(mixup).__module__}.{type(mixup).__name__}, which cannot know the slots of "
+                     "the global batch, so ranks would mix differently; use libai_wb.data.mixup.Mixup, which takes "
+                     "timm's arguments.")
+
+# %% ../../nbs/42_data.loaders.ipynb #8f0b6199
 @patch
-def batch(self: TrainLoader,
-    step: int, # Optimizer update, from 0
-) -> dict[str, torch.Tensor]: # Fields, `ids` int64 [b] and `weight` float32 [b]
-    "This rank's rows of update `step`."
-    ids, _ = global_batch_ids(len(self.dataset), self.global_batch, step, **self.order)
-    ids = ids[self.rows]
-    return _batch(self.dataset, ids, ids, np.ones(len(ids), np.float32))
+def _read(self: TrainLoader, step):
+    "This rank's rows of update `step`, and what was skipped."
+    ids, epoch = self.global_ids(step)
+    own = fill_rows(ids, self.global_batch, self.dp, self.dp_rank)
+    rows, links = self._partners(own, ids) if self.mixup_func else (own.rows, {})
+    fields, skipped = self._samples(rows, (self.seed, "augment", epoch), step < self.check)
+    batch = {k: v if links and k in ("images", "labels") else v[:len(own.ids)] for k, v in fields.items()}
+    batch |= _counts(own, skipped) | dict(step=torch.full((len(own.ids),), step))
+    if links: batch |= _linked(links, rows, skipped)
+    return self.finish(batch) if links and self.mixup_func.device == "cpu" else batch, skipped
 
-# %% ../../nbs/42_data.loaders.ipynb #9afcf63c
+@patch
+def finish(self: TrainLoader,
+    batch: dict[str, torch.Tensor], # From `batch` or `iterate`, on any device
+) -> dict[str, torch.Tensor]: # What the model gets
+    "Mix a batch that is not mixed yet; any other is returned as it is."
+    return self.mixup_func(batch, self.seed, self.global_batch) if "partner" in batch else batch
+
+# %% ../../nbs/42_data.loaders.ipynb #ec9d8b8d
 @patch
 def iterate(self: TrainLoader,
     start: int = 0, # First optimizer update
 ) -> Iterator[dict[str, torch.Tensor]]: # Endless
     "The batches of updates `start`, `start + 1`, …"
-    return _stream(self, count(start), self.num_workers)
+    if not self.num_workers: return map(self._pinned, count(start))
+    return starmap(self._noted, iter(self._workers(count(start))))
 
-# %% ../../nbs/42_data.loaders.ipynb #0bbf3e40
-class EvalLoader:
+# %% ../../nbs/42_data.loaders.ipynb #95d4b520
+@patch
+def _partners(self: TrainLoader, own, ids):
+    "Samples to fetch, partners from other ranks last; and the slot and partner row of each row."
+    b, start = len(own.ids), self.rows.start
+    slot = np.where(own.ids >= 0, np.arange(start, self.rows.stop), -1)
+    other = partner_slots(slot, len(ids))
+    here = (other < start + b) & (other >= start)
+    far = np.unique(other[~here & (other >= 0)])
+    partner = np.where(here, other - start, b + np.searchsorted(far, other))
+    partner = np.where(slot < 0, np.arange(b), partner)
+    return np.concatenate([own.rows, ids[far]]), dict(slot=slot, partner=partner)
+
+# %% ../../nbs/42_data.loaders.ipynb #c0bd0d62
+def _linked(links, rows, skipped):
+    "The links as tensors; rows that were skipped, and their partners, stay alone."
+    slot, partner = links["slot"], links["partner"]
+    lost = np.isin(rows, list(skipped))
+    alone, own = lost[:len(slot)] | lost[partner], np.arange(len(slot))
+    links = dict(slot=np.where(lost[:len(slot)], -1, slot), partner=np.where(alone, own, partner))
+    return {k: torch.from_numpy(v) for k, v in links.items()}
+
+# %% ../../nbs/42_data.loaders.ipynb #85243f13
+class EvalLoader(_Loader):
     "Every sample once, in batches of constant shape."
     def __init__(self,
-        dataset, # Map-style dataset of dicts
+        dataset, # Map-style dataset
         batch: int, # Rows per rank and batch
         dp: int = 1, # Data-parallel ranks
         dp_rank: int = 0, # This rank
         num_workers: int = 0, # Worker processes that fetch ahead
+        on_error: str = "stop", # A sample that cannot be read: "stop" or "skip"
+        pin_memory: bool = False, # Page-locked batches, where there is CUDA
     ):
+        super().__init__(dataset, num_workers, on_error, pin_memory)
         self.plan = list(eval_batches(len(dataset), batch, dp, dp_rank))
-        self.dataset, self.num_workers = dataset, num_workers
 
     def __len__(self): return len(self.plan)
-    def __iter__(self): return _stream(self, range(len(self)), self.num_workers)
-    def batch(self, i): return _batch(self.dataset, *self.plan[i])
+    def __iter__(self): return self._ahead_of() if self.num_workers else map(self._pinned, range(len(self)))
+
+# %% ../../nbs/42_data.loaders.ipynb #d8e45673
+@patch
+def _read(self: EvalLoader, i):
+    "Batch `i` and what was skipped in it."
+    fields, skipped = self._samples(self.plan[i].rows, (0, "eval"))
+    return fields | _counts(self.plan[i], skipped), skipped
+
+@patch
+def _ahead_of(self: EvalLoader):
+    "All batches from worker processes that stay for the next round."
+    if self._ahead is None: self._ahead = self._workers(range(len(self)), stay=True)
+    self._round = mine = object()
+    for batch, skipped in self._ahead:
+        if self._round is not mine:
+            raise ValueError(f"An EvalLoader with {self.num_workers} worker processes was started over while it was "
+                             "being iterated; use a second EvalLoader, or num_workers=0.")
+        yield self._noted(batch, skipped)

@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['resolve_layout', 'recipe_names', 'load_recipe', 'recipe_keys', 'recipe_lines', 'scale_iterations', 'build_plain',
-           'check_model', 'check_config', 'Training', 'build_optimizer', 'build_training', 'describe']
+           'check_model', 'check_config', 'check_labels_of', 'Training', 'build_optimizer', 'download_once',
+           'random_mode', 'build_training', 'describe']
 
-# %% ../../nbs/54_engine.build.ipynb #70d4ab69
+# %% ../../nbs/54_engine.build.ipynb #66022549
 import ast
 import math
 from dataclasses import dataclass
@@ -18,8 +19,10 @@ from ..config.checks import nearest
 from ..config.call import instantiate
 from ..config.lazy import LazyConfig
 from ..data.datasets import check_fields
+from ..data.seeding import keep_generators
+from .agreement import BatchCheck
 from .step import TrainStep
-from ..mesh.launch import DeviceMesh, make_mesh
+from ..mesh.launch import DeviceMesh, from_rank0, group_rank, make_mesh
 from ..mesh.parallelize import parallelize, unit_stages
 from ..mesh.topology import BatchPlan, ParallelLayout, layout_from_sizes, plan_batch
 
@@ -130,16 +133,34 @@ def check_config(
     "Check layout, model and batch of a config against each other."
     return _check_plain(cfg, layout, build_plain(cfg))
 
-# %% ../../nbs/54_engine.build.ipynb #296808fa
+# %% ../../nbs/54_engine.build.ipynb #a43ff27b
+def check_labels_of(
+    cfg, # Config
+    model: nn.Module, # Its plain model
+) -> None: # Raises if they do not fit
+    "Hold the mixup of a config against its model."
+    mixup = cfg.dataloader.train.get("mixup_func")
+    if mixup is None: return
+    settings = mixup if isinstance(mixup, dict) or hasattr(mixup, "get") else vars(mixup)
+    classes = model.facts().classes if hasattr(model, "facts") else None
+    given, smooth = settings.get("num_classes", 1000), settings.get("label_smoothing", .1)
+    if classes not in (None, given):
+        raise ValueError(f"mixup_func.num_classes={given} and the model has {classes} classes; set it to {classes}.")
+    if smooth and getattr(model, "label_smoothing", 0):
+        raise ValueError(f"Labels would be smoothed twice, by {smooth} in mixup_func and by {model.label_smoothing} in "
+                         "the model's loss; set one label_smoothing to 0.")
+
+# %% ../../nbs/54_engine.build.ipynb #d9c67c80
 def _check_plain(cfg, layout, model):
     "The same for a model that is built already."
     train = cfg.train
     check_model(model, layout)
+    check_labels_of(cfg, model)
     if hasattr(model, "units"): unit_stages(model.units(), layout.pp, train.dist.custom_pipeline_stage_id)
     return plan_batch(layout, train.global_batch_size, train.train_micro_batch_size,
                       train.num_accumulation_steps)
 
-# %% ../../nbs/54_engine.build.ipynb #0814fc51
+# %% ../../nbs/54_engine.build.ipynb #359effa9
 @dataclass
 class Training:
     "The parts of a run on one rank."
@@ -154,10 +175,11 @@ class Training:
     updates: int # Length of the run
     warmup: int # Updates of warm-up
 
-    def test_loader(self):
-        "Evaluation batches of this rank's replica, every sample once."
-        batch = self.cfg.train.test_micro_batch_size
-        return instantiate(self.cfg.dataloader.test, batch=batch, **_replica(self.mesh))
+    def test_loaders(self):
+        "Evaluation batches of this rank's replica by test set's name, every sample once; one alone is called ''."
+        tests, more = self.cfg.dataloader.test, dict(batch=self.cfg.train.test_micro_batch_size, **_replica(self.mesh))
+        named = {"": tests} if "_target_" in tests else tests
+        return {name: instantiate(test, **more) for name, test in named.items()}
 
 # %% ../../nbs/54_engine.build.ipynb #ce1cc929
 def _replica(mesh):
@@ -177,7 +199,30 @@ def build_optimizer(
     return optimizer, instantiate(cfg.train.scheduler, optimizer=optimizer, max_iter=updates,
                                   warmup_iter=warmup)
 
-# %% ../../nbs/54_engine.build.ipynb #f8d71e39
+# %% ../../nbs/54_engine.build.ipynb #7b9180a6
+def download_once(
+    cfg, # Config
+):
+    "Instantiate data sets that download on rank 0 first."
+    tests = cfg.dataloader.test
+    loaders = [cfg.dataloader.train, *([tests] if "_target_" in tests else tests.values())]
+    wanted = [n for n in (loader.get("dataset") for loader in loaders) if hasattr(n, "get") and n.get("download")]
+    if not wanted: return
+    if (group_rank() or (0, 1))[0] == 0:
+        for node in wanted: instantiate(node)
+    from_rank0(None) # the others wait here
+
+# %% ../../nbs/54_engine.build.ipynb #9c2fa001
+def random_mode(
+    cfg, # Config
+) -> str: # "exact" or "per_shard"
+    "How the random numbers of a layout's ranks are related."
+    mode = cfg.train.get("random", {}).get("mode", "exact") # configs of older runs have none
+    if mode in ("exact", "per_shard"): return mode
+    raise ValueError(f"train.random.mode={mode!r} is unknown; use 'exact', where every layout draws what one process "
+                     "draws, or 'per_shard', where every shard draws its own.")
+
+# %% ../../nbs/54_engine.build.ipynb #f9f6effc
 def build_training(
     cfg, # Config
     layout: ParallelLayout | str = "1", # Layout of the run
@@ -189,17 +234,25 @@ def build_training(
     layout, train = ParallelLayout.parse(str(layout)), cfg.train
     model = build_plain(cfg, dtype)
     plan = _check_plain(cfg, layout, model)
-    loader = instantiate(cfg.dataloader.train, global_batch=plan.global_batch, seed=train.seed,
-                         **_replica(mesh))
-    check_fields(loader.dataset, getattr(model, "fields", ("images", "labels")))
-    model = parallelize(model, mesh, train.dist.custom_pipeline_stage_id, train.seed, device)
+    download_once(cfg)
+    loader = _build_loader(cfg, plan, mesh)
+    with keep_generators(): check_fields(loader.dataset, getattr(model, "fields", ("images", "labels")))
+    model = parallelize(model, mesh, train.dist.custom_pipeline_stage_id, train.seed, device, random_mode(cfg))
     updates, warmup = scale_iterations(cfg, len(loader.dataset), plan.global_batch)
     optimizer, scheduler = build_optimizer(cfg, model, updates, warmup)
     step = TrainStep(model, optimizer, mesh, acc=plan.acc, schedule=layout.schedule, scheduler=scheduler,
-                     clip=cfg.optim.params.clip_grad_max_norm)
+                     clip=cfg.optim.params.clip_grad_max_norm, finish=getattr(loader, "finish", None))
+    if train.get("check_mode", 0): step.observers.append(BatchCheck(mesh, train.check_mode))
     return Training(cfg, layout, plan, mesh, device, model, loader, step, updates, warmup)
 
-# %% ../../nbs/54_engine.build.ipynb #f24fa59a
+# %% ../../nbs/54_engine.build.ipynb #40b7de23
+def _build_loader(cfg, plan, mesh):
+    "The training loader of this rank's replica; `check` is passed only to who asked for it."
+    check = cfg.train.get("check_mode", 0)
+    return instantiate(cfg.dataloader.train, global_batch=plan.global_batch, seed=cfg.train.seed,
+                       **dict(check=check) if check else {}, **_replica(mesh))
+
+# %% ../../nbs/54_engine.build.ipynb #1fa618c2
 def describe(
     training: Training,
 ) -> str: # A few lines
@@ -207,10 +260,18 @@ def describe(
     model, layout = training.model, training.layout
     facts = model.facts() if hasattr(model, "facts") else None
     custom, steps = training.cfg.train.dist.custom_pipeline_stage_id, training.loader.steps_per_epoch
-    return "\n".join([f"device {training.device}, {layout.world} rank{'s' * (layout.world > 1)}",
+    return "\n".join([*_on_random_mode(training.cfg),
+                      f"device {training.device}, {layout.world} rank{'s' * (layout.world > 1)}",
                       layout.summary(facts, custom) if facts else f"layout {layout}", str(training.plan),
                       f"{training.updates} updates of {steps} per epoch, {training.warmup} of them warm-up",
-                      f"seed {training.cfg.train.seed}, random mode exact"])
+                      f"seed {training.cfg.train.seed}, random mode {random_mode(training.cfg)}"])
+
+# %% ../../nbs/54_engine.build.ipynb #90a62d90
+def _on_random_mode(cfg):
+    "A first line for the mode in which layouts cannot be compared."
+    if random_mode(cfg) == "exact": return []
+    return ["random mode per_shard: every shard draws numbers of its own, so layouts agree on average only and "
+            "verify cannot compare them"]
 
 # %% ../../nbs/54_engine.build.ipynb #2a5b2e30
 def _check_recipe(rank, n, layout):

@@ -68,7 +68,7 @@ def check_trainable(
                          "replaces parameters.")
     return params
 
-# %% ../../nbs/53_engine.step.ipynb #5a0e4216
+# %% ../../nbs/53_engine.step.ipynb #d0628e48
 class TrainStep:
     "One optimizer update from one batch, in any layout."
     def __init__(self,
@@ -80,8 +80,9 @@ class TrainStep:
         schedule: str = "1f1b", # Pipeline schedule, "1f1b" or "gpipe"
         clip: float | None = None, # Largest global gradient norm, `None` for no clipping
         scheduler: torch.optim.lr_scheduler.LRScheduler | None = None, # Stepped once per update
+        finish: Callable[[dict], dict] | None = None, # What is left to do to a batch on the device, such as mixup
     ):
-        self.model, self.optimizer, self.mesh = model, optimizer, mesh
+        self.model, self.optimizer, self.mesh, self.finish, self.batch = model, optimizer, mesh, finish, None
         self.clip, self.scheduler, self.update, self.observers = clip, scheduler, 0, []
         self.params, self.trained = check_trainable(model, optimizer), _trained(model)
         self.dp_group, self.pp_group = mesh_group(mesh, "dp"), mesh_group(mesh, "pp")
@@ -95,15 +96,29 @@ class TrainStep:
         if _trained(self.model) != self.trained:
             raise ValueError("Parameters were frozen or unfrozen after this TrainStep was made; make a new one, and an "
                              "optimizer for the parameters that train now.")
-        batch = complete_batch(batch, self.params[0], self.update)
-        count = all_sum(batch["weight"].sum().double(), self.dp_group)
-        batch["weight"] = batch["weight"] / count.to(batch["weight"].dtype)
+        batch, count = self.prepare(batch)
         loss = self.backward(batch)
         self.check_finite("Loss", loss, batch["ids"])
         norm = self.apply()
         lr = self.lr()
         self.advance()
-        return dict(loss=loss, grad_norm=norm, lr=lr, samples=count.item())
+        return dict(loss=loss, grad_norm=norm, lr=lr, samples=count)
+
+# %% ../../nbs/53_engine.step.ipynb #a1b35a11
+@patch
+def prepare(self: TrainStep,
+    batch: dict[str, Tensor], # Fields of this replica's rows
+) -> tuple[dict[str, Tensor], float]: # Batch whose weights are divided by the global count, and that count
+    "Move a batch, finish and complete it, and weigh its rows."
+    batch, like = dict(batch), self.params[0]
+    if self.finish: batch = self.finish({k: v.to(like.device) for k, v in batch.items()})
+    self.batch = complete_batch(batch, like, self.update)
+    self.notify("prepared")
+    weight = self.batch["weight"]
+    count = all_sum(weight.sum().double(), self.dp_group).item()
+    if count: return self.batch | dict(weight=weight / count), count
+    raise ValueError(f"Update {self.update} has no row of weight above 0 in its global batch, so there is nothing to "
+                     "learn from; look for skipped samples, or use a larger global_batch_size.")
 
 # %% ../../nbs/53_engine.step.ipynb #955236e4
 @patch
@@ -147,11 +162,11 @@ def lr(self: TrainStep) -> float:
     "The largest learning rate of the groups, without their `lr_scale`."
     return max(group["lr"] / group.get("lr_scale", 1) for group in self.optimizer.param_groups)
 
-# %% ../../nbs/53_engine.step.ipynb #7684bc04
+# %% ../../nbs/53_engine.step.ipynb #d934f80e
 @patch
 def notify(self: TrainStep, phase: str):
     "Tell the observers that a phase is over."
-    for observer in self.observers: observer(phase, self)
+    for observer in list(self.observers): observer(phase, self) # one may remove itself
 
 # %% ../../nbs/53_engine.step.ipynb #2537ed80
 @patch

@@ -5,13 +5,15 @@
 # %% auto #0
 __all__ = ['to_by_head', 'from_by_head', 'Attention']
 
-# %% ../../nbs/25_layers.attention.ipynb #0b6320c7
+# %% ../../nbs/25_layers.attention.ipynb #4757aa19
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from .drop import Dropout
 from .init import xavier_normal
 from .linear import Linear
+from ..mesh.collectives import shard_range
 
 # %% ../../nbs/25_layers.attention.ipynb #bc20464a
 def to_by_head(
@@ -37,7 +39,7 @@ def _refuse_timm(module, state_dict, prefix, *args):
                          f"this attention expects '{prefix}qkv_by_head.weight', packed head by head; convert with "
                          "libai_wb.models.vit.from_timm_state_dict (one tensor: layers.attention.to_by_head).")
 
-# %% ../../nbs/25_layers.attention.ipynb #eb7ff872
+# %% ../../nbs/25_layers.attention.ipynb #118ee47a
 class Attention(nn.Module):
     "Multi-head self-attention with head-major packed q/k/v."
     qkv_layout = "by_head"
@@ -47,6 +49,8 @@ class Attention(nn.Module):
         num_heads: int, # Number of heads, must divide `dim`
         qkv_bias: bool = True, # Add a bias to q, k and v
         init: callable = xavier_normal, # Rule of both weights, see `layers.init`
+        attn_drop: float = 0., # Dropout of the attention probabilities
+        drop: float = 0., # Dropout of the output
     ):
         super().__init__()
         if dim % num_heads:
@@ -56,13 +60,24 @@ class Attention(nn.Module):
         self.qkv_by_head = Linear(dim, 3 * dim, bias=qkv_bias, parallel="col", init=init)
         self.proj = Linear(dim, dim, parallel="row", init=init)
         self.qkv_by_head.tp_heads = self.proj.tp_heads = num_heads
+        self.attn_drop, self.proj_drop = Dropout(attn_drop), Dropout(drop)
         self.register_load_state_dict_pre_hook(_refuse_timm)
 
     def forward(self,
         x: torch.Tensor, # (batch, tokens, dim)
+        ids: torch.Tensor | None = None, # int64 [batch], sample of every row, for dropout
+        step: torch.Tensor | None = None, # int64 [batch], update of every row, for dropout
     ) -> torch.Tensor: # (batch, tokens, dim)
         "Attend over all tokens."
         b, n, _ = x.shape
         qkv = self.qkv_by_head(x).reshape(b, n, -1, 3, self.head_dim) # (batch, tokens, local heads, 3, head_dim)
         q, k, v = qkv.permute(3, 0, 2, 1, 4).unbind(0)
-        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, n, -1))
+        out = self.attend(q, k, v, ids, step).transpose(1, 2).reshape(b, n, -1)
+        return self.proj_drop(self.proj(out), ids, step)
+
+    def attend(self, q, k, v, ids, step):
+        "Weighted values of every local head, (batch, local heads, tokens, head_dim)."
+        if not (self.training and self.attn_drop.active): return F.scaled_dot_product_attention(q, k, v)
+        first = shard_range(self.qkv_by_head.weight)[0] // (3 * self.head_dim)
+        probs = (q * self.head_dim ** -.5 @ k.transpose(-2, -1)).softmax(-1)
+        return self.attn_drop(probs, ids, step, first) @ v

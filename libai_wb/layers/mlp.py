@@ -5,28 +5,33 @@
 # %% auto #0
 __all__ = ['MLP']
 
-# %% ../../nbs/24_layers.mlp.ipynb #2159678a
+# %% ../../nbs/24_layers.mlp.ipynb #dc4937a0
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from .drop import Dropout
 from .init import xavier_normal
 from .linear import Linear
 
-# %% ../../nbs/24_layers.mlp.ipynb #4ca94587
+# %% ../../nbs/24_layers.mlp.ipynb #4efc39b7
 class MLP(nn.Module):
     "Linear, exact GELU, linear."
     def __init__(self,
         dim: int, # Size of the last dim of input and output
         hidden: int, # Size between the two layers
         init: callable = xavier_normal, # Rule of both weights, see `layers.init`
+        drop: float = 0., # Dropout of the output
     ):
         super().__init__()
         self.fc1 = Linear(dim, hidden, parallel="col", init=init)
         self.fc2 = Linear(hidden, dim, parallel="row", init=init)
+        self.drop = Dropout(drop)
 
     def forward(self,
         x: torch.Tensor, # (..., dim)
+        ids: torch.Tensor | None = None, # int64 [batch], sample of every row, for dropout
+        step: torch.Tensor | None = None, # int64 [batch], update of every row, for dropout
     ) -> torch.Tensor: # (..., dim)
         "Widen, bend, narrow."
-        return self.fc2(F.gelu(self.fc1(x)))
+        return self.drop(self.fc2(F.gelu(self.fc1(x))), ids, step)

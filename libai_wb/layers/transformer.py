@@ -5,16 +5,17 @@
 # %% auto #0
 __all__ = ['TransformerLayer']
 
-# %% ../../nbs/26_layers.transformer.ipynb #1813094c
+# %% ../../nbs/26_layers.transformer.ipynb #8d2c8bcf
 import torch
 from torch import nn
 
 from .attention import Attention
+from .drop import DropPath, add_branch
 from .init import xavier_normal
 from .mlp import MLP
 from .norm import LayerNorm
 
-# %% ../../nbs/26_layers.transformer.ipynb #889c409c
+# %% ../../nbs/26_layers.transformer.ipynb #2e66961c
 class TransformerLayer(nn.Module):
     "Pre-norm transformer block."
     def __init__(self,
@@ -24,16 +25,23 @@ class TransformerLayer(nn.Module):
         qkv_bias: bool = True, # Add a bias to q, k and v
         norm_eps: float = 1e-5, # Eps of both norms
         init: callable = xavier_normal, # Rule of all weights, see `layers.init`
+        drop: float = 0., # Dropout of both branches' outputs
+        attn_drop: float = 0., # Dropout of the attention probabilities
+        drop_path: float = 0., # Rate at which a branch is dropped for a sample
     ):
         super().__init__()
         self.norm1 = LayerNorm(dim, eps=norm_eps)
-        self.attn = Attention(dim, num_heads, qkv_bias=qkv_bias, init=init)
+        self.attn = Attention(dim, num_heads, qkv_bias=qkv_bias, init=init, attn_drop=attn_drop, drop=drop)
         self.norm2 = LayerNorm(dim, eps=norm_eps)
-        self.mlp = MLP(dim, int(dim * mlp_ratio), init=init)
+        self.mlp = MLP(dim, int(dim * mlp_ratio), init=init, drop=drop)
+        self.drop_path = DropPath(drop_path)
 
     def forward(self,
         x: torch.Tensor, # (batch, tokens, dim)
+        ids: torch.Tensor | None = None, # int64 [batch], sample of every row, for draws
+        step: torch.Tensor | None = None, # int64 [batch], update of every row, for draws
     ) -> torch.Tensor: # (batch, tokens, dim)
         "Attend, then transform, each on top of what came in."
-        x = x + self.attn(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
+        first, second = self.drop_path.masks(x, ids, step)
+        x = add_branch(x, self.attn(self.norm1(x), ids, step), first)
+        return add_branch(x, self.mlp(self.norm2(x), ids, step), second)

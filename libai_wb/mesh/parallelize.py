@@ -6,7 +6,7 @@
 __all__ = ['is_cut', 'placement', 'unit_stages', 'meta_twin', 'StageCut', 'keep_stage', 'shard_tp', 'set_logical', 'logical',
            'init_weights', 'materialise', 'parallelize']
 
-# %% ../../nbs/14_mesh.parallelize.ipynb #cbe4b7cf
+# %% ../../nbs/14_mesh.parallelize.ipynb #8f02eafa
 import copy
 from dataclasses import dataclass
 from itertools import chain
@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from .collectives import copy_to, gather_from, local, shard_sizes, tp_group
-from .rng import generator
+from .rng import generator, name_draws
 from .topology import Unit, can_cut, stage_table
 
 # %% ../../nbs/14_mesh.parallelize.ipynb #954b7b0c
@@ -227,16 +227,18 @@ def _from_rank0(model):
     "Give every rank rank 0's values."
     for t in chain(model.parameters(), model.buffers()): dist.broadcast(t.data, src=0)
 
-# %% ../../nbs/14_mesh.parallelize.ipynb #3fc23c76
+# %% ../../nbs/14_mesh.parallelize.ipynb #63ce1df4
 def parallelize(
     model: nn.Module, # Plain single-device model; on meta it is drawn here, otherwise its values are kept
     mesh: DeviceMesh | None = None, # From `make_mesh`; `None` on one process
     stages: list[int] | None = None, # `custom_pipeline_stage_id`
-    seed: int = 0, # For models on meta
+    seed: int = 0, # Names the draws: masks, and the weights of a model on meta
     device: str = "cpu", # Device type
+    random_mode: str = "exact", # "exact": masks equal one device's; "per_shard": one draw per shard
 ) -> nn.Module: # This rank's part of the same model
     "Turn a plain model into this rank's part of it."
     on_meta = any(p.is_meta for p in model.parameters())
+    name_draws(model, seed, random_mode)
     if mesh is not None:
         if not on_meta: _from_rank0(model)
         if mesh["pp"].size() > 1: keep_stage(model, mesh.get_local_rank("pp"), mesh["pp"].size(), stages)

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['register_model', 'list_models', 'model_spec', 'create_model']
 
-# %% ../../nbs/30_models.registry.ipynb #de1c4e24
+# %% ../../nbs/30_models.registry.ipynb #6fc1f9e4
 import inspect
 from difflib import get_close_matches
 from fnmatch import fnmatch
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ..mesh.parallelize import materialise
+from ..mesh.rng import name_draws
 
 # %% ../../nbs/30_models.registry.ipynb #dcaf651e
 _MODELS: dict[str, tuple[type, dict]] = {}
@@ -61,10 +62,10 @@ def _check_arguments(name, target, given):
     for word in given:
         if word not in known: raise ValueError(f"Model {name!r} takes no argument {word!r}; {_nearest(word, known)}")
 
-# %% ../../nbs/30_models.registry.ipynb #3288c948
+# %% ../../nbs/30_models.registry.ipynb #0c026509
 def create_model(
     name: str, # Registered name, see `list_models`
-    seed: int = 0, # Names the draws of the weights
+    seed: int = 0, # Names the draws of the weights, and of masks
     device: str = "cpu", # Where the parameters live
     dtype: torch.dtype = torch.float32, # Drawn in float32, then cast
     **arguments, # Override what the name fixes
@@ -73,4 +74,4 @@ def create_model(
     target, known = model_spec(name)
     _check_arguments(name, target, arguments)
     with torch.device("meta"): model = target(**known | arguments)
-    return materialise(model.to(dtype), seed, device)
+    return name_draws(materialise(model.to(dtype), seed, device), seed)

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['VisionTransformer', 'from_timm_state_dict', 'to_timm_state_dict']
 
-# %% ../../nbs/31_models.vit.ipynb #b53f2456
+# %% ../../nbs/31_models.vit.ipynb #1f9ecc4f
 from functools import partial
 
 import torch
@@ -13,6 +13,7 @@ from fastcore.basics import patch
 from torch import nn
 
 from ..layers.attention import from_by_head, to_by_head
+from ..layers.drop import Dropout, PatchDropout
 from ..layers.embedding import PatchEmbedding, add_tokens
 from ..layers.init import trunc_normal
 from ..layers.linear import Linear, gather_columns
@@ -22,7 +23,7 @@ from ..layers.transformer import TransformerLayer
 from ..mesh.topology import ModelFacts, Unit
 from .registry import register_model
 
-# %% ../../nbs/31_models.vit.ipynb #e0a7d51a
+# %% ../../nbs/31_models.vit.ipynb #118eff61
 class VisionTransformer(nn.Module):
     "Vision transformer for classification."
     def __init__(self,
@@ -37,6 +38,10 @@ class VisionTransformer(nn.Module):
         qkv_bias: bool = True, # Add a bias to q, k and v
         norm_eps: float = 1e-6, # Eps of every LayerNorm
         label_smoothing: float = 0., # Of the loss
+        drop_rate: float = 0., # Dropout behind the positions and of every branch's output
+        attn_drop_rate: float = 0., # Dropout of attention probabilities; keeps tokens² numbers per head
+        drop_path_rate: float = 0., # Drop-path of the last block; it rises linearly from 0 in the first
+        patch_drop_rate: float = 0., # Part of the patches left out in training
     ):
         super().__init__()
         init = trunc_normal(.02)
@@ -46,26 +51,31 @@ class VisionTransformer(nn.Module):
         self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim))
         self.pos_embed = nn.Parameter(torch.zeros(1, 1 + self.patch_embed.num_patches, embed_dim))
         self.init_rules = {"cls_token": init, "pos_embed": init}
-        block = partial(TransformerLayer, embed_dim, num_heads, mlp_ratio, qkv_bias, norm_eps, init)
-        self.blocks = nn.ModuleDict({str(i): block() for i in range(depth)})
+        self.pos_drop, self.patch_drop = Dropout(drop_rate), PatchDropout(patch_drop_rate)
+        block = partial(TransformerLayer, embed_dim, num_heads, mlp_ratio, qkv_bias, norm_eps, init, drop_rate,
+                        attn_drop_rate)
+        self.blocks = nn.ModuleDict({str(i): block(drop_path_rate * i / max(1, depth - 1)) for i in range(depth)})
         self.norm = LayerNorm(embed_dim, eps=norm_eps)
         self.head = Linear(embed_dim, num_classes, parallel="col", init=init)
 
     def forward(self,
         images: torch.Tensor, # float [b, in_chans, img_size, img_size]
+        ids: torch.Tensor | None = None, # int64 [b], sample of every row; needed in training with a rate above 0
+        step: torch.Tensor | None = None, # int64 [b], update of every row; likewise
     ) -> torch.Tensor: # [b, num_classes], logits of all classes
         "Run all units."
         x = images
-        for unit in self.units(): x = unit.call(x, None, None)
+        for unit in self.units(): x = unit.call(x, ids, step)
         return self.predict(x)
 
-# %% ../../nbs/31_models.vit.ipynb #33312662
+# %% ../../nbs/31_models.vit.ipynb #2a43ec09
 @patch
 def _embed(self: VisionTransformer, images, ids, step):
-    return add_tokens(self.patch_embed(images), self.cls_token, self.pos_embed)
+    x = add_tokens(self.patch_embed(images), self.cls_token, self.pos_embed)
+    return self.patch_drop(self.pos_drop(x, ids, step), ids, step)
 
 @patch
-def _block(self: VisionTransformer, x, ids, step, key): return self.blocks[key](x)
+def _block(self: VisionTransformer, x, ids, step, key): return self.blocks[key](x, ids, step)
 
 @patch
 def _logits(self: VisionTransformer, x, ids, step): return self.head(self.norm(x[:, 0]))
