@@ -38,7 +38,7 @@ def _checked_config(args):
     for sentence in unknown_keys(cfg, recipe_keys()): print(f"libai-wb: warning: {sentence}", file=sys.stderr)
     return cfg
 
-# %% ../nbs/80_cli.ipynb #52e81f7a
+# %% ../nbs/80_cli.ipynb #59d22e8e
 def _add_config(parser):
     "The arguments that every verb on a config shares."
     parser.add_argument("config", help="shipped recipe (see `libai-wb recipes`), "
@@ -46,8 +46,8 @@ def _add_config(parser):
     parser.add_argument("overrides", nargs="*", metavar="key=value",
                         help="changes to the config, for example train.seed=1")
     parser.add_argument("--without", metavar="NAMES",
-                        help="switch off sources of randomness, comma separated: dropout, attention_dropout, drop_path, "
-                             "patch_dropout, mixup, augmentation, shuffle; the changes are shown")
+                        help="switch off sources of randomness, comma separated: dropout, attention_dropout, "
+                             "drop_path, patch_dropout, mixup, augmentation, shuffle; the changes are shown")
     parser.add_argument("--aligned", action="store_true",
                         help="set up for comparing curves with another program: no randomness, constant learning rate, "
                              "no clipping, the same weight decay everywhere")

@@ -46,7 +46,7 @@ def first_mismatch(
     index, row = places[0].tolist()
     return [k for k, v in apart.items() if v[index, row]], index, row
 
-# %% ../../nbs/53a_engine.agreement.ipynb #81a34bbb
+# %% ../../nbs/53a_engine.agreement.ipynb #464ec8f7
 def check_axis(
     batch: dict[str, Tensor], # Prepared batch of this rank
     mesh: DeviceMesh | None, # From `make_mesh`
@@ -65,7 +65,7 @@ def check_axis(
     what = f"{' and '.join(fields)} of sample {sample}"
     if fields == ["ids"]: what = f"row {row}, which should be sample {sample},"
     raise ValueError(f"check_mode found at update {update} that {what} on {here} differ from {first}; both must "
-                     "compute the same rows, so draw from (seed, epoch, sample), not from a rank or a global generator.")
+                     "compute the same rows, so draw from (seed, epoch, sample), not from a rank or global generator.")
 
 # %% ../../nbs/53a_engine.agreement.ipynb #d728b323
 def check_replicas(
