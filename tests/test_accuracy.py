@@ -1,4 +1,10 @@
 """Figures of the README: accuracy of the shipped recipes (minutes, so only in `make test-full`)."""
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from torch import nn
 
@@ -39,3 +45,18 @@ def test_vit_nano_on_digits(tmp_path, record_property):
     _, accuracy = top1(load_recipe("vit_nano_digits"), tmp_path / "run")
     record_property("top1", f"{accuracy:.2f}")
     assert accuracy >= 95
+
+
+def test_the_recipe_through_timm(tmp_path, record_property):
+    "The notebook trains both sides; its own verdict is the assertion below."
+    notebook = Path(__file__).resolve().parents[1]/"experiments"/"timm_alignment.ipynb"
+    subprocess.run([Path(sys.executable).parent/"papermill", notebook, tmp_path/"done.ipynb", "-p", "out", tmp_path,
+                    "--cwd", tmp_path, "--no-progress-bar"], check=False)
+    facts = json.loads((tmp_path/"summary.json").read_text())
+    for side, runs in facts["top1"].items():
+        record_property(f"top1_{side}", " ".join(f"{x:.2f}" for x in runs))
+        record_property(f"mean_{side}", f"{statistics.mean(runs):.2f}")
+        record_property(f"std_{side}", f"{statistics.stdev(runs):.2f}")
+    ours, timm = facts["top1"]["libai_wb"], facts["top1"]["timm"]
+    assert len(ours) == len(timm) == 3 and facts["steps"] >= 1500
+    assert abs(statistics.mean(ours) - statistics.mean(timm)) <= max(.5, statistics.stdev(timm))
