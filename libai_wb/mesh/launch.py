@@ -6,8 +6,8 @@
 __all__ = ['pick_device', 'init_group', 'group_rank', 'join_ranks', 'end_group', 'from_rank0', 'make_mesh', 'RankError',
            'run_ranks']
 
-# %% ../../nbs/12_mesh.launch.ipynb #a992bfc4
-import faulthandler, math, os, pickle, re, shutil, signal, threading
+# %% ../../nbs/12_mesh.launch.ipynb #af748bca
+import faulthandler, gc, math, os, pickle, re, shutil, signal, threading
 import sys, tempfile, time, traceback, warnings
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -65,10 +65,12 @@ def join_ranks(
         init_group(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout=timeout, device=device)
     return group_rank()
 
-# %% ../../nbs/12_mesh.launch.ipynb #0235ca18
+# %% ../../nbs/12_mesh.launch.ipynb #90b801f0
 def end_group():
-    "Leave the default process group, if there is one."
-    if dist.is_initialized(): dist.destroy_process_group()
+    "Leave the default process group, if there is one, and end its threads."
+    if not dist.is_initialized(): return
+    dist.destroy_process_group()
+    gc.collect() # groups in reference cycles keep gloo's threads, which abort a process that ends with them
 
 # %% ../../nbs/12_mesh.launch.ipynb #887bd751
 def from_rank0(

@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['GradBuckets', 'grad_norm', 'mesh_group', 'clip_grads']
 
-# %% ../../nbs/15_mesh.reduce.ipynb #10962428
+# %% ../../nbs/15_mesh.reduce.ipynb #0ffacd21
+import gc, weakref
 from typing import Iterable
 
 import torch
@@ -54,7 +55,7 @@ def _fill_buckets(params, limit):
         size += local(p).numel() * p.element_size()
     return buckets
 
-# %% ../../nbs/15_mesh.reduce.ipynb #5b87b96b
+# %% ../../nbs/15_mesh.reduce.ipynb #326b3f32
 class GradBuckets:
     "Sum gradients over data-parallel replicas, overlapping with backward."
     def __init__(self,
@@ -65,9 +66,10 @@ class GradBuckets:
         self.group, self.overlap, self.started = group, False, 0
         trained = [p for p in params if p.requires_grad]
         self.buckets = [_Bucket(ps) for ps in _fill_buckets(trained, bucket_mb * 2**20)]
-        for bucket in self.buckets if group is not None else []:
+        mine = weakref.ref(self) # the garbage collector does not see hooks: a strong reference would never be freed
+        for at, bucket in enumerate(self.buckets if group is not None else []):
             for i, p in enumerate(bucket.params):
-                p.register_post_accumulate_grad_hook(lambda _, b=bucket, i=i: self._arrived(b, i))
+                p.register_post_accumulate_grad_hook(lambda _, at=at, i=i: (me := mine()) and me._arrived(at, i))
 
     def zero(self, overlap: bool = False): # Whether the next backward is the last before `finish`
         "Clear all gradients and start a new update."
@@ -82,7 +84,8 @@ class GradBuckets:
         self.overlap = overlap
         for bucket in self.buckets: bucket.ready.clear()
 
-    def _arrived(self, bucket, i):
+    def _arrived(self, at, i):
+        bucket = self.buckets[at]
         bucket.flags[i] = 1
         if not self.overlap: return
         if i in bucket.ready:
@@ -104,6 +107,7 @@ class GradBuckets:
         while self.started < len(self.buckets): self._start()
         for bucket in self.buckets:
             bucket.work.wait()
+            bucket.work = None
             bucket.detach_unused()
 
 # %% ../../nbs/15_mesh.reduce.ipynb #78ecf1f1
@@ -167,3 +171,15 @@ def _check_buckets(rank, n, layout, overlap):
     worst = max((logical(p.grad) - q.grad).abs().max().item() for p, q in pairs)
     norms = grad_norm(many.parameters(), mesh), grad_norm(one.parameters())
     return worst, (norms[0] / norms[1] - 1).abs().item(), early, len(buckets.buckets)
+
+# %% ../../nbs/15_mesh.reduce.ipynb #35ead4d4
+def _check_freed(rank, n):
+    model = nn.Linear(3, 3)
+    buckets = GradBuckets(model.parameters(), mesh_group(make_mesh(ParallelLayout(dp=n)), "dp"))
+    buckets.zero(True)
+    model(torch.ones(1, 3)).sum().backward()
+    buckets.finish()
+    left = [weakref.ref(x) for x in (model, model.weight, buckets)]
+    del model, buckets
+    gc.collect()
+    return [x() is None for x in left]
