@@ -8,7 +8,8 @@ _PUBLIC = {
     "train": "engine.default", "Run": "engine.runs", "load_recipe": "engine.build", "TrainStep": "engine.step",
     "verify": "align.verification", "create_model": "models.registry", "list_models": "models.registry",
     "parallelize": "mesh.parallelize", "ParallelLayout": "mesh.topology", "make_mesh": "mesh.launch",
-    "run_ranks": "mesh.launch", "make_invariant": "layers.foreign",
+    "run_ranks": "mesh.launch", "make_invariant": "layers.foreign", "evaluate": "engine.inference",
+    "predict": "engine.inference", "load_pretrained": "engine.checkpoint", "save_pretrained": "engine.checkpoint",
 }
 
 

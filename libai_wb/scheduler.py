@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ClosedFormLR', 'WarmupCosineLR', 'WarmupCosineAnnealingLR', 'WarmupStepLR', 'WarmupMultiStepLR',
-           'WarmupExponentialLR', 'WarmupPolynomialLR', 'WarmupConstantLR']
+           'WarmupExponentialLR', 'WarmupPolynomialLR', 'WarmupInverseSqrtLR', 'WarmupConstantLR']
 
 # %% ../nbs/51_scheduler.ipynb #607d9739
 import math
@@ -192,6 +192,27 @@ def WarmupPolynomialLR(
     "Warm-up, then a polynomial down to `end_learning_rate`."
     inner = partial(_polynomial, steps=_horizon(max_iter, warmup_iter, shift), end=end_learning_rate,
                     power=power, cycle=cycle)
+    return _with_warmup(optimizer, inner, max_iter, warmup_factor, warmup_iter, warmup_method, shift)
+
+# %% ../nbs/51_scheduler.ipynb #3f68832e
+def _inverse_sqrt(step, base, timescale, shift):
+    "`base` until `timescale`, then less with the root of the step; shifted, less from the start."
+    return base * math.sqrt(timescale / max(step + timescale * shift, timescale))
+
+# %% ../nbs/51_scheduler.ipynb #e5524af5
+def WarmupInverseSqrtLR(
+    optimizer: Optimizer, # Optimizer whose rates are set
+    max_iter: int, # Updates of the run; the curve does not depend on it
+    warmup_factor: float, # First rate as a part of the base rate
+    warmup_iter: int, # Updates of warm-up, 0 for none
+    timescale: int | None = None, # Updates in which the rate stays the base rate; None: those of the warm-up
+    warmup_method: str = "linear", # "linear" or "constant"
+    shift: bool = False, # True: updates are counted from the end of the warm-up
+) -> ClosedFormLR: # Step it once per update
+    "Warm-up, then the base rate over the square root of the update."
+    if timescale is not None and timescale < 1:
+        raise ValueError(f"timescale={timescale} must be at least 1 update; leave it out for the warm-up's length.")
+    inner = partial(_inverse_sqrt, timescale=timescale or max(warmup_iter, 1), shift=shift)
     return _with_warmup(optimizer, inner, max_iter, warmup_factor, warmup_iter, warmup_method, shift)
 
 # %% ../nbs/51_scheduler.ipynb #b7f00719

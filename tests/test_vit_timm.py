@@ -95,7 +95,7 @@ def test_round_trip_and_buffers():
 @pytest.mark.parametrize("strict", [True, False])
 def test_raw_timm_weights_are_refused(strict):
     theirs, ours = twins(torch.float32)
-    with pytest.raises(ValueError, match=r"'blocks\.0\.attn\.qkv\.weight'.*from_timm_state_dict"):
+    with pytest.raises(ValueError, match=r"'blocks\.0\.attn\.qkv\.weight'.*load_pretrained"):
         ours.load_state_dict(theirs.state_dict(), strict=strict)
 
 

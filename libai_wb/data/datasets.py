@@ -91,15 +91,16 @@ def _first_fields(dataset):
         except UnreadableSample:
             if i == tried - 1: raise
 
-# %% ../../nbs/41_data.datasets.ipynb #7c887c91
+# %% ../../nbs/41_data.datasets.ipynb #3bb5f52d
 def check_fields(
     dataset, # Map-style dataset
     model_fields: Sequence[str], # Batch fields that the model takes
+    optional: Sequence[str] = (), # Fields that it leaves alone, and that may be absent
 ) -> None: # Raises if they differ
     "Compare the keys of the first sample with the fields of the model."
     own = ("ids", "weight", "step") # the loader makes these
     keys, takes = list(_first_fields(dataset)), [f for f in model_fields if f not in own]
-    extra = [k for k in keys if k not in takes]
+    extra = [k for k in keys if k not in (*takes, *optional)]
     missing = [f for f in takes if f not in keys]
     if extra or missing:
         raise ValueError(f"The dataset returns {keys} and the model takes {takes}: "

@@ -5,12 +5,13 @@
 # %% auto #0
 __all__ = ['count_parameters', 'count_flops', 'in_flops', 'inspect_config', 'stage_sizes']
 
-# %% ../../nbs/54a_engine.inspection.ipynb #160bc3d4
+# %% ../../nbs/54a_engine.inspection.ipynb #060584b0
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from .build import build_plain, check_config, resolve_layout
 from ..mesh.parallelize import unit_stages
+from ..mesh.rng import name_draws
 
 # %% ../../nbs/54a_engine.inspection.ipynb #2a4b9db3
 def count_parameters(
@@ -44,7 +45,7 @@ def in_flops(
     power, unit = next((p, u) for p, u in units if count >= 10**p or p == 0)
     return f"{count / 10**power:.3g} {unit}FLOPs"
 
-# %% ../../nbs/54a_engine.inspection.ipynb #8503ee34
+# %% ../../nbs/54a_engine.inspection.ipynb #01838026
 def inspect_config(
     cfg, # Config
     layout: str | None = None, # Layout, otherwise the config's
@@ -54,7 +55,7 @@ def inspect_config(
     plan, shape, custom = check_config(cfg, lay), _input_shape(cfg), cfg.train.dist.custom_pipeline_stage_id
     lines = [f"model {type(model).__name__}: {count_parameters(model):,} parameters"]
     if shape:
-        flops = count_flops(model.to("meta"), *shape)
+        flops = count_flops(name_draws(model.to("meta").eval(), cfg.train.seed), *shape)
         lines.append(f"forward of one {' × '.join(map(str, shape))} image: {in_flops(flops)}")
     lines.append(str(plan))
     if hasattr(model, "facts"): lines += _with_sizes(lay.summary(model.facts(), custom), model, lay.pp, custom)

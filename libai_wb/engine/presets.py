@@ -53,13 +53,18 @@ def quieted(
     for name in names or SOURCES: SOURCES[name](cfg)
     return cfg
 
-# %% ../../nbs/54b_engine.presets.ipynb #7e3c4c4b
+# %% ../../nbs/54b_engine.presets.ipynb #ace8840a
+_SAME_FOR_ALL = dict( # settings of parameter groups that make all groups alike
+    clip_grad_max_norm=None, weight_decay_norm=None, weight_decay_bias=None, weight_decay_1d=None,
+    no_weight_decay=False, modules={}, overrides={}, layer_decay=1.)
+
+# %% ../../nbs/54b_engine.presets.ipynb #bb975289
 def aligned(
     cfg, # Config with LiBai's keys
 ): # Changed copy of the config
     "A config for comparing loss curves with another program."
     cfg = quieted(cfg)
     cfg.train.warmup_ratio, cfg.train.scheduler = 0., LazyCall(WarmupConstantLR)(warmup_factor=1.)
-    cfg.optim.params.update(clip_grad_max_norm=None, weight_decay_norm=None, weight_decay_bias=None, overrides={})
+    cfg.optim.params.update({k: v for k, v in _SAME_FOR_ALL.items() if k in cfg.optim.params})
     if "label_smoothing" in cfg.model: cfg.model.label_smoothing = 0.
     return cfg

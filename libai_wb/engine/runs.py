@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['new_folder', 'check_free', 'cell_sources', 'write_summary', 'measured', 'close_run', 'end_state', 'recorded', 'Run']
 
-# %% ../../nbs/58b_engine.runs.ipynb #171019ef
+# %% ../../nbs/58b_engine.runs.ipynb #a526a937
 import ast
 import io
 import json
@@ -26,6 +26,7 @@ from ..config.lazy import LazyConfig, portable
 from .build import build_plain
 from .checkpoint import latest, load_weights, remove_partial
 from .events import read_metrics
+from .prediction import PictureReader, Predictions, classify
 from ..mesh.parallelize import parallelize
 
 # %% ../../nbs/58b_engine.runs.ipynb #e61410fc
@@ -183,6 +184,17 @@ def model(self: Run,
     "The model with the newest weights, a plain module whatever layout wrote them."
     path, cfg = latest(self.path/"checkpoints"), self.config
     return load_weights(parallelize(build_plain(cfg), seed=cfg.train.seed, device=device), path).eval()
+
+# %% ../../nbs/58b_engine.runs.ipynb #1a794de0
+@patch
+def predict(self: Run,
+    images, # Tensor, array, PIL image, path, or a list of these
+    topk: int | None = None, # Classes to show for each image, `None` for the best one
+    device: str = "cpu", # Where the model runs
+) -> Predictions: # Prints as a table; `.classes`, `.probabilities`, `.logits`, `.to_list()`
+    "Ask the newest weights what is in some images."
+    cfg = self.config
+    return classify(self.model(device), images, PictureReader(cfg), topk, cfg.train.test_micro_batch_size)
 
 # %% ../../nbs/58b_engine.runs.ipynb #5acfcc01
 @patch

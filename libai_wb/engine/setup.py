@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['open_config', 'bind_cells', 'choose_layout']
 
-# %% ../../nbs/58a_engine.setup.ipynb #70853dbc
+# %% ../../nbs/58a_engine.setup.ipynb #256cceda
 import copy
 from contextlib import suppress
 from functools import reduce
@@ -13,13 +13,14 @@ from operator import getitem
 from pathlib import Path
 
 import torch
+from ..compat import port_config
 from ..config.call import as_config, locate
 from ..config.checks import defrost, override_strict
 from ..config.lazy import portable
 from .build import load_recipe, resolve_layout
 from ..mesh.topology import ParallelLayout
 
-# %% ../../nbs/58a_engine.setup.ipynb #711bf9ef
+# %% ../../nbs/58a_engine.setup.ipynb #9ec20ab3
 def open_config(
     cfg, # Recipe name, path of a config, or a config
     overrides: list[str] = (), # Texts "key=value"
@@ -27,13 +28,17 @@ def open_config(
 ): # Config of its own, with the recipe's name under `_derived_`
     "A config that a run may call its own."
     by_name = isinstance(cfg, (str, Path))
-    own = load_recipe(cfg) if by_name else defrost(copy.deepcopy(as_config(cfg)))
-    override_strict(own, list(overrides))
+    own = load_recipe(cfg, overrides) if by_name else _copied(cfg, overrides)
     before = own.pop("_derived_", None) or {}
     name = name or (Path(cfg).stem if by_name else None)
     if name in (None, "config"): name = before.get("recipe") or _class_name(own.model["_target_"])
     own["_derived_"] = dict(recipe=name)
     return bind_cells(own)
+
+# %% ../../nbs/58a_engine.setup.ipynb #98831b1b
+def _copied(cfg, overrides):
+    "A copy of a config with its overrides, in this library's keys."
+    return port_config(override_strict(defrost(copy.deepcopy(as_config(cfg))), list(overrides)))
 
 # %% ../../nbs/58a_engine.setup.ipynb #c0a160d2
 def bind_cells(

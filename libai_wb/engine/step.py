@@ -52,23 +52,25 @@ def complete_batch(
 # %% ../../nbs/53_engine.step.ipynb #329456ed
 def _trained(model): return [n for n, p in model.named_parameters() if p.requires_grad]
 
-# %% ../../nbs/53_engine.step.ipynb #042e344f
+# %% ../../nbs/53_engine.step.ipynb #c606fd6a
 def check_trainable(
     model: nn.Module, # This rank's part
     optimizer: torch.optim.Optimizer, # Over some or all of its parameters
+    pp_group=None, # Process group of the pipeline, `None` for one stage
 ) -> list[nn.Parameter]: # Those that train
-    "The parameters that train, or a sentence about why they would not."
-    params = [p for p in model.parameters() if p.requires_grad]
-    if not params:
-        raise ValueError(f"{type(model).__name__} has no parameter to train on this rank; unfreeze one, or use a "
-                         "layout whose stages all hold some.")
+    "The parameters that train here, or a sentence about why none would on any stage."
+    params, like = [p for p in model.parameters() if p.requires_grad], next(model.parameters(), None)
+    if like is None or not all_sum(torch.tensor(len(params), device=like.device), pp_group):
+        where = " on this rank" * (like is None)
+        raise ValueError(f"{type(model).__name__} has no parameter to train{where}; unfreeze one before you make the "
+                         "TrainStep, and use a layout whose stages all hold some.")
     known = {id(p) for p in model.parameters()}
     if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
         raise ValueError("The optimizer holds parameters that are not in the model; make it after parallelize(), which "
                          "replaces parameters.")
     return params
 
-# %% ../../nbs/53_engine.step.ipynb #d0628e48
+# %% ../../nbs/53_engine.step.ipynb #0bb2154b
 class TrainStep:
     "One optimizer update from one batch, in any layout."
     def __init__(self,
@@ -84,8 +86,9 @@ class TrainStep:
     ):
         self.model, self.optimizer, self.mesh, self.finish, self.batch = model, optimizer, mesh, finish, None
         self.clip, self.scheduler, self.update, self.observers = clip, scheduler, 0, []
-        self.params, self.trained = check_trainable(model, optimizer), _trained(model)
         self.dp_group, self.pp_group = mesh_group(mesh, "dp"), mesh_group(mesh, "pp")
+        self.params, self.trained = check_trainable(model, optimizer, self.pp_group), _trained(model)
+        self.like = next(model.parameters())
         self.buckets = GradBuckets(self.params, self.dp_group) if self.dp_group is not None else None
         index, count = stage_of(mesh)
         stage = StageModule(model, make_objective(model) if index == count - 1 else None)
@@ -104,13 +107,13 @@ class TrainStep:
         self.advance()
         return dict(loss=loss, grad_norm=norm, lr=lr, samples=count)
 
-# %% ../../nbs/53_engine.step.ipynb #a1b35a11
+# %% ../../nbs/53_engine.step.ipynb #15c1d29f
 @patch
 def prepare(self: TrainStep,
     batch: dict[str, Tensor], # Fields of this replica's rows
 ) -> tuple[dict[str, Tensor], float]: # Batch whose weights are divided by the global count, and that count
     "Move a batch, finish and complete it, and weigh its rows."
-    batch, like = dict(batch), self.params[0]
+    batch, like = dict(batch), self.like
     if self.finish: batch = self.finish({k: v.to(like.device) for k, v in batch.items()})
     self.batch = complete_batch(batch, like, self.update)
     self.notify("prepared")
@@ -168,11 +171,11 @@ def notify(self: TrainStep, phase: str):
     "Tell the observers that a phase is over."
     for observer in list(self.observers): observer(phase, self) # one may remove itself
 
-# %% ../../nbs/53_engine.step.ipynb #2537ed80
+# %% ../../nbs/53_engine.step.ipynb #fe698a86
 @patch
 def predict(self: TrainStep, batch: dict[str, Tensor]) -> Tensor | None:
     "Complete outputs without a gradient; `None` on all but the last pipeline stage."
-    return self.runner.predict(complete_batch(batch, self.params[0], self.update))
+    return self.runner.predict(complete_batch(batch, self.like, self.update))
 
 # %% ../../nbs/53_engine.step.ipynb #9b9f61e0
 @patch

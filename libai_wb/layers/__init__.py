@@ -8,7 +8,10 @@ from libai_wb.layers.loss import check_labels, cross_entropy
 from libai_wb.layers.mlp import MLP
 from libai_wb.layers.norm import LayerNorm
 from libai_wb.layers.transformer import TransformerLayer
+from libai_wb.layers.window import PatchMerging, WindowAttention
+from libai_wb.layers.window_v2 import WindowAttentionV2
 
 __all__ = ["Attention", "DrawingLayer", "DropPath", "Dropout", "Embedding", "LayerNorm", "Linear", "Linear1D", "MLP",
-           "PatchDropout", "PatchEmbedding", "TokenMask", "TransformerLayer", "VocabEmbedding", "add_branch",
-           "check_labels", "cross_entropy", "from_by_head", "make_invariant", "to_by_head"]
+           "PatchDropout", "PatchEmbedding", "PatchMerging", "TokenMask", "TransformerLayer", "VocabEmbedding",
+           "WindowAttention", "WindowAttentionV2", "add_branch", "check_labels", "cross_entropy", "from_by_head",
+           "make_invariant", "to_by_head"]

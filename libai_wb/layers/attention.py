@@ -31,13 +31,13 @@ def from_by_head(
     "Reorder packed q/k/v from head by head to timm's order."
     return t.reshape(heads, 3, -1, *t.shape[1:]).transpose(0, 1).reshape(t.shape)
 
-# %% ../../nbs/25_layers.attention.ipynb #56094df1
+# %% ../../nbs/25_layers.attention.ipynb #53c7e76f
 def _refuse_timm(module, state_dict, prefix, *args):
     "A hook before loading: timm's packed q/k/v has the same shape and another meaning."
     if f"{prefix}qkv.weight" in state_dict:
         raise ValueError(f"State dict entry '{prefix}qkv.weight' is packed in timm's order (3, heads, head_dim), and "
-                         f"this attention expects '{prefix}qkv_by_head.weight', packed head by head; convert with "
-                         "libai_wb.models.vit.from_timm_state_dict (one tensor: layers.attention.to_by_head).")
+                         f"this attention expects '{prefix}qkv_by_head.weight', packed head by head; load "
+                         "the file with libai_wb.load_pretrained (one tensor: layers.attention.to_by_head).")
 
 # %% ../../nbs/25_layers.attention.ipynb #118ee47a
 class Attention(nn.Module):

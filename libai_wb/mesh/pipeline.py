@@ -6,7 +6,7 @@
 __all__ = ['takes_names', 'whole_model', 'units_here', 'StageModule', 'inputs_of', 'micro_batches', 'Accumulate', 'boundaries',
            'stage_of', 'Pipeline']
 
-# %% ../../nbs/16_mesh.pipeline.ipynb #b08abf1b
+# %% ../../nbs/16_mesh.pipeline.ipynb #bd560a06
 import inspect
 from typing import Callable
 
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from .collectives import all_parts
 from .launch import make_mesh
 from .parallelize import StageCut, _toy, parallelize
 from .topology import ParallelLayout, Unit
@@ -146,10 +147,16 @@ def stage_of(
 # %% ../../nbs/16_mesh.pipeline.ipynb #827d80ad
 _SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 
-# %% ../../nbs/16_mesh.pipeline.ipynb #184a83f0
-def _as_grad(tensors):
-    "Floating tensors that a backward passes through."
-    return tuple(t.detach().requires_grad_(t.is_floating_point()) for t in tensors)
+# %% ../../nbs/16_mesh.pipeline.ipynb #4ad9bc13
+def _as_grad(tensors, needed=True):
+    "Floating tensors that a backward passes through, if any does."
+    return tuple(t.detach().requires_grad_(needed and t.is_floating_point()) for t in tensors)
+
+# %% ../../nbs/16_mesh.pipeline.ipynb #7d91c783
+def _trains(model, group, device):
+    "Whether each stage has a parameter that trains."
+    here = any(p.requires_grad for p in model.parameters())
+    return all_parts(torch.tensor(here, device=device), group).tolist()
 
 # %% ../../nbs/16_mesh.pipeline.ipynb #b63541e8
 def _check_static(batch, rows, before):
@@ -162,7 +169,7 @@ def _check_static(batch, rows, before):
                          "static, so fill the batch with rows of weight 0.")
     return rows
 
-# %% ../../nbs/16_mesh.pipeline.ipynb #8952f81a
+# %% ../../nbs/16_mesh.pipeline.ipynb #9d2a4b71
 class Pipeline:
     "Micro-batches over the stages of the `pp` axis."
     def __init__(self,
@@ -182,10 +189,10 @@ class Pipeline:
 
     def build(self, micro):
         "Fix the shapes of the schedule; they are static from here on."
-        x = self.boundaries(micro)
+        x, trains = self.boundaries(micro), _trains(self.stage.model, self.group, self.device)
         rows = x[0][0].new_empty(len(x[0][0]), dtype=x[-1][0].dtype)
-        outputs = _as_grad([rows] if self.is_last else x[self.index + 1])
-        inputs = _as_grad(x[self.index]) if self.index else x[0]
+        outputs = _as_grad([rows] if self.is_last else x[self.index + 1], any(trains[:self.index + 1]))
+        inputs = _as_grad(x[self.index], any(trains[:self.index])) if self.index else x[0]
         stage = PipelineStage(self.stage, self.index, self.count, self.device, group=self.group,
                               input_args=inputs, output_args=outputs)
         return self.kind(stage, self.acc, loss_fn=lambda out, _: out.sum(), scale_grads=False)

@@ -5,12 +5,13 @@
 # %% auto #0
 __all__ = ['GradBuckets', 'grad_norm', 'mesh_group', 'clip_grads']
 
-# %% ../../nbs/15_mesh.reduce.ipynb #0ffacd21
+# %% ../../nbs/15_mesh.reduce.ipynb #7997e388
 import gc, weakref
 from typing import Iterable
 
 import torch
 import torch.distributed as dist
+from fastcore.basics import patch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -55,7 +56,7 @@ def _fill_buckets(params, limit):
         size += local(p).numel() * p.element_size()
     return buckets
 
-# %% ../../nbs/15_mesh.reduce.ipynb #326b3f32
+# %% ../../nbs/15_mesh.reduce.ipynb #d30eb4c3
 class GradBuckets:
     "Sum gradients over data-parallel replicas, overlapping with backward."
     def __init__(self,
@@ -101,14 +102,16 @@ class GradBuckets:
         bucket, self.started = self.buckets[self.started], self.started + 1
         bucket.work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
 
-    def finish(self):
-        "Start what has not started and wait for all sums."
-        if self.group is None: return
-        while self.started < len(self.buckets): self._start()
-        for bucket in self.buckets:
-            bucket.work.wait()
-            bucket.work = None
-            bucket.detach_unused()
+# %% ../../nbs/15_mesh.reduce.ipynb #20626ccc
+@patch
+def finish(self: GradBuckets):
+    "Start what has not started and wait for all sums."
+    if self.group is None: return
+    while self.started < len(self.buckets): self._start()
+    for bucket in self.buckets:
+        bucket.work.wait()
+        bucket.work = None
+        bucket.detach_unused()
 
 # %% ../../nbs/15_mesh.reduce.ipynb #78ecf1f1
 def grad_norm(

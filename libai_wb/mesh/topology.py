@@ -12,15 +12,15 @@ import re
 from dataclasses import dataclass
 from typing import Callable, NamedTuple
 
-# %% ../../nbs/10_mesh.topology.ipynb #4b89be29
+# %% ../../nbs/10_mesh.topology.ipynb #2aaac4b5
 @dataclass(frozen=True)
 class ModelFacts:
     "The integers of a model that decide which layouts fit it."
     depth: int # Number of blocks that a pipeline can spread over stages
-    heads: int # Attention heads; tensor parallelism never splits one
+    heads: int | tuple[int, ...] # Attention heads, or those of each model stage; tensor parallelism never splits one
     classes: int # Output classes
     width: int # Embedding width
-    hidden: int # Hidden width of the MLP
+    hidden: int | tuple[int, ...] # Hidden width of the MLP, or that of each model stage
 
 # %% ../../nbs/10_mesh.topology.ipynb #d5027da1
 class Unit(NamedTuple):
@@ -34,7 +34,7 @@ def _even_table(depth, pp):
     "Layers per stage, the remainder to the last stages."
     return [depth // pp + (stage >= pp - depth % pp) for stage in range(pp)]
 
-# %% ../../nbs/10_mesh.topology.ipynb #0e5b9fec
+# %% ../../nbs/10_mesh.topology.ipynb #1711259e
 def stage_table(
     depth: int, # Number of layers
     pp: int, # Number of stages
@@ -43,8 +43,7 @@ def stage_table(
     "The stage of each layer."
     if custom is not None: return _check_custom(list(custom), depth, pp)
     if pp > depth:
-        raise ValueError(f"pp={pp} stages need at least {pp} layers and the model has {depth}; "
-                         f"use pp≤{depth}.")
+        raise ValueError(f"pp={pp} stages need at least {pp} layers and the model has {depth}; use pp≤{depth}.")
     padded = depth + min(pp - 1, depth // pp) if pp >= 4 and depth >= 8 and depth % pp == 0 else depth
     return [stage for stage, n in enumerate(_even_table(padded, pp)) for _ in range(n)][:depth]
 
@@ -65,13 +64,12 @@ def can_cut(
     "Whether `n` can be cut over `tp` ranks."
     return n % tp == 0 if whole else (tp - 1) * -(-n // tp) < n
 
-# %% ../../nbs/10_mesh.topology.ipynb #810ff91e
+# %% ../../nbs/10_mesh.topology.ipynb #f73f3762
 _SCHEDULES = ("1f1b", "gpipe", "interleaved", "zerobubble")
 _DTYPES = ("bf16", "fp16")
 _GRAMMAR = ("[dpN][tpN][ppN] or 1, then +zero1|2|3, +accN, +ckpt, +gpipe|interleaved|zerobubble, "
             "+sp, +compile, +bf16|fp16")
 
-# %% ../../nbs/10_mesh.topology.ipynb #6c0e2ea8
 @dataclass(frozen=True)
 class ParallelLayout:
     "How a run is spread over ranks, as data."
@@ -89,8 +87,7 @@ class ParallelLayout:
     def __post_init__(self):
         for name in ("dp", "tp", "pp"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} in a layout must be 1 or more; "
-                                 f"leave {name} out for 1.")
+                raise ValueError(f"{name}={getattr(self, name)} in a layout must be 1 or more; leave {name} out for 1.")
         if self.acc is not None and self.acc < 1:
             raise ValueError(f"acc={self.acc} in a layout must be 1 or more; leave it out for the default.")
 
@@ -112,7 +109,7 @@ def _option(word):
     if word in _DTYPES: return "dtype", word
     return (word, True) if word in ("ckpt", "sp", "compile") else None
 
-# %% ../../nbs/10_mesh.topology.ipynb #cfd5ee42
+# %% ../../nbs/10_mesh.topology.ipynb #564d5996
 def parse_layout(
     text: str, # For example `dp2tp2pp2+acc4`
 ) -> ParallelLayout:
@@ -127,7 +124,6 @@ def parse_layout(
                          "for example dp2tp2pp2+acc4.")
     return ParallelLayout(**{a: int(n) for a, n in axes}, **dict(options))
 
-# %% ../../nbs/10_mesh.topology.ipynb #517e4c70
 ParallelLayout.parse = staticmethod(parse_layout)
 
 # %% ../../nbs/10_mesh.topology.ipynb #ecf07c46
@@ -137,7 +133,7 @@ class Coords(NamedTuple):
     dp: int # Data-parallel replica
     tp: int # Tensor-parallel part
 
-# %% ../../nbs/10_mesh.topology.ipynb #8856a437
+# %% ../../nbs/10_mesh.topology.ipynb #e9de5af0
 def rank_coords(
     layout: ParallelLayout,
     rank: int, # 0 to `layout.world - 1`
@@ -146,27 +142,31 @@ def rank_coords(
     rest, tp = divmod(rank, layout.tp)
     return Coords(*divmod(rest, layout.dp), tp)
 
-# %% ../../nbs/10_mesh.topology.ipynb #ba8f96af
 ParallelLayout.coords = rank_coords
 
-# %% ../../nbs/10_mesh.topology.ipynb #36323e36
+# %% ../../nbs/10_mesh.topology.ipynb #140739c5
 def check_layout(
     layout: ParallelLayout,
     facts: ModelFacts, # From `model.facts()`
 ) -> ParallelLayout: # The layout, unchanged
     "Hold a layout against a model."
     stage_table(facts.depth, layout.pp)
-    if layout.tp > 1 and not any(cut for _, _, cut in _cuts(layout, facts)):
-        raise ValueError(f"Layout {layout} cuts nothing: {facts.heads} heads, {facts.hidden} hidden units "
-                         f"and {facts.classes} classes all stay whole on tp={layout.tp}; use a smaller tp.")
+    if layout.tp > 1 and not any(any(cut) for _, _, cut in _cuts(layout, facts)):
+        raise ValueError(f"Layout {layout} cuts nothing: {_listed(facts.heads)} heads, {_listed(facts.hidden)} hidden "
+                         f"units and {facts.classes} classes all stay whole on tp={layout.tp}; use a smaller tp.")
     return layout
 
-# %% ../../nbs/10_mesh.topology.ipynb #ab890d86
+# %% ../../nbs/10_mesh.topology.ipynb #d4650e05
+def _stages(n):
+    "A fact as one number for each stage of the model."
+    return (n,) if isinstance(n, int) else tuple(n)
+
+def _listed(n): return ", ".join(map(str, _stages(n)))
+
 def _cuts(layout, facts):
-    "(what, size, is it cut) for each kind of tensor-parallel layer."
-    return [("attention", facts.heads, can_cut(facts.heads, layout.tp, whole=True)),
-            ("mlp", facts.hidden, can_cut(facts.hidden, layout.tp)),
-            ("head", facts.classes, can_cut(facts.classes, layout.tp))]
+    "(what, size in each model stage, is it cut there) for each kind of tensor-parallel layer."
+    kinds = [("attention", facts.heads, True), ("mlp", facts.hidden, False), ("head", facts.classes, False)]
+    return [(what, _stages(n), [can_cut(i, layout.tp, whole) for i in _stages(n)]) for what, n, whole in kinds]
 
 # %% ../../nbs/10_mesh.topology.ipynb #e2866af0
 def check_world(
@@ -198,7 +198,7 @@ ParallelLayout.check = check_layout
 ParallelLayout.check_world = check_world
 ParallelLayout.refuse_unbuilt = refuse_unbuilt
 
-# %% ../../nbs/10_mesh.topology.ipynb #910754d7
+# %% ../../nbs/10_mesh.topology.ipynb #d7eee577
 def layout_from_sizes(
     world: int, # Number of processes
     tp: int = 1, # `tensor_parallel_size`
@@ -207,8 +207,7 @@ def layout_from_sizes(
 ) -> ParallelLayout:
     "A layout from LiBai's `train.dist` sizes."
     if dp is None and world % (tp * pp):
-        raise ValueError(f"{world} ranks do not divide into tp {tp} × pp {pp} = {tp * pp}; "
-                         f"use a multiple of {tp * pp} ranks.")
+        raise ValueError(f"{world} ranks do not divide into tp {tp} × pp {pp} = {tp * pp}; start a multiple.")
     return check_world(ParallelLayout(world // (tp * pp) if dp is None else dp, tp, pp), world)
 
 # %% ../../nbs/10_mesh.topology.ipynb #4074de71
@@ -267,7 +266,7 @@ def plan_batch(
             f"keeps {layout.pp} in flight")
     return BatchPlan(global_batch, global_batch // (dp * deep), deep, dp, note if deep != asked else "")
 
-# %% ../../nbs/10_mesh.topology.ipynb #09099f9b
+# %% ../../nbs/10_mesh.topology.ipynb #a7a6fd4f
 def summarize_layout(
     layout: ParallelLayout,
     facts: ModelFacts, # From `model.facts()`
@@ -280,16 +279,22 @@ def summarize_layout(
     if layout.pp > 1:
         lines += [f"stage {s}: " + ("embedding, " if s == 0 else "") + _span(table, s)
                   + (", head and loss" if s == layout.pp - 1 else "") for s in range(layout.pp)]
-    for what, n, cut in _cuts(layout, facts) if layout.tp > 1 else []:
-        whole = f"whole on every tp rank ({n} on {layout.tp} does not go)"
-        lines.append(f"{what} ({n}): " + (f"cut over tp {layout.tp}" if cut else whole))
+    if layout.tp > 1: lines += [_cut_line(layout.tp, *kind) for kind in _cuts(layout, facts)]
     return "\n".join(lines)
 
-# %% ../../nbs/10_mesh.topology.ipynb #3bce2224
+# %% ../../nbs/10_mesh.topology.ipynb #e5a68ad9
+def _cut_line(tp, what, sizes, cut):
+    "What is cut and what stays whole; by model stage where they differ."
+    whole, said = ", ".join(str(n) for n, c in zip(sizes, cut) if not c), []
+    for kind, words in ((True, f"cut over tp {tp}"), (False, f"whole on every tp rank ({whole} on {tp} does not go)")):
+        where = [str(i) for i, c in enumerate(cut) if c == kind]
+        among = f" in model stage{'s' * (len(where) > 1)} {', '.join(where)}" if len(where) < len(cut) else ""
+        if where: said.append(words + among)
+    return f"{what} ({_listed(sizes)}): {'; '.join(said)}"
+
 def _span(table, stage):
     "The blocks of a stage as `blocks 2–5`."
     mine = [i for i, s in enumerate(table) if s == stage]
     return f"block{'s' * (len(mine) > 1)} {mine[0]}" + (f"–{mine[-1]}" if len(mine) > 1 else "")
 
-# %% ../../nbs/10_mesh.topology.ipynb #5e054622
 ParallelLayout.summary = summarize_layout

@@ -185,11 +185,11 @@ def _holds(layout, facts):
     parts[-1].append("head")
     return [", ".join(p) for p in parts]
 
-# %% ../../nbs/72_notebook.plots.ipynb #3c0b3101
+# %% ../../nbs/72_notebook.plots.ipynb #6cdd31f0
 def _shard(layout, facts, tp):
     "What one tensor-parallel rank holds of its stage, in words."
     if layout.tp == 1: return ""
-    if facts is None: return f"shard {tp}"
+    if facts is None or not isinstance(facts.heads, int): return f"shard {tp}" # heads of several model stages: no room
     if not can_cut(facts.heads, layout.tp, whole=True): return f"all {facts.heads} heads"
     n = facts.heads // layout.tp
     return _span("head", tp * n, tp * n + n - 1)

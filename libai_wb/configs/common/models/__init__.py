@@ -1,0 +1,1 @@
+"""Models that recipes share, by LiBai's names."""
