@@ -111,7 +111,7 @@ def tests(full=False):
         xml = Path(tmp)/"junit.xml"
         more = ["-m", "full or not full"] if full else []
         cmd = [sys.executable, "-m", "pytest", "--durations=10", f"--junitxml={xml}", *more]
-        try: run(*cmd, limit=7200 if full else 1200)
+        try: run(*cmd, limit=14400 if full else 2400)
         finally:
             if full and xml.exists(): write_report(xml, ROOT/"reports"/"test-full.json")
 

@@ -194,14 +194,6 @@ def test_evaluation_is_the_same_in_every_layout():
     assert all(counts == [0, 0, 0] for counts, at in ranks if at.pp == 0)
 
 
-@pytest.mark.parametrize("name, dtype, layouts", [
-    ("mae_nano_digits", "float64", ["dp2", "tp2", "pp2", "pp4", "dp2tp2pp2"]), ("mae_nano_digits", "float32", ["dp2tp2pp2"]),
-    ("mae_nano_finetune_digits", "float64", ["dp2", "tp2", "pp2", "pp4", "dp2tp2pp2"])])
-def test_layouts_follow(name, dtype, layouts):
-    answer = verify(load_recipe(name), layouts, steps=4, dtype=dtype, progress=False)
-    assert answer.ok, f"\n{answer}"
-
-
 # --- data without labels ---
 
 class Unlabelled:
