@@ -162,9 +162,10 @@ def test_inside_a_group_train_uses_its_ranks(tmp_path):
 
 
 def script(code, **kw):
-    "A Python process."
+    "A Python process that hears Ctrl-C, also where the tests run in the background of a shell, which ignores it."
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    return subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], **pipes, **kw)
+    hears = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    return subprocess.Popen([sys.executable, "-c", hears + textwrap.dedent(code)], **pipes, **kw)
 
 
 def finish(cmd, cwd):
