@@ -23,7 +23,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", "PATH": f"{BIN}:{os.environ['PATH']}"}
-SMOKE = {"experiments/quickstart.ipynb": "{steps: 4, layouts: [dp2, tp2]}"}  # notebook: parameters as YAML
+SMOKE = {  # notebook: parameters as YAML
+    "experiments/quickstart.ipynb": "{steps: 4, layouts: [dp2, tp2]}",
+    "experiments/timm_alignment.ipynb": "{recipe_name: swin_nano_fashion_mnist, steps: 20, seeds: [0]}",
+    "experiments/mae_fashion_mnist.ipynb": "{pretrain_steps: 20, finetune_steps: 10, seeds: [0]}",
+}
 IN_BARE_VENV = """
 import importlib, pkgutil, sys
 import libai_wb

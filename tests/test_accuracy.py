@@ -48,16 +48,31 @@ def test_nano_on_digits(tmp_path, record_property, name, least):
     assert accuracy >= least
 
 
-def test_the_recipe_through_timm(tmp_path, record_property):
+def executed(name, out, **parameters):
+    "The summary that a notebook of experiments/ writes; whether its own assertions held is asserted by the caller."
+    notebook = Path(__file__).resolve().parents[1]/"experiments"/f"{name}.ipynb"
+    given = [word for key, value in parameters.items() for word in ("-p", key, str(value))]
+    subprocess.run([Path(sys.executable).parent/"papermill", notebook, out/"done.ipynb", "-p", "out", out, *given,
+                    "--cwd", out, "--no-progress-bar"], check=False)
+    return json.loads((out/"summary.json").read_text())
+
+
+@pytest.mark.parametrize("recipe,steps", [("vit_micro_fashion_mnist", 1500), ("swin_nano_fashion_mnist", 2000)])
+def test_the_recipe_through_timm(tmp_path, record_property, recipe, steps):
     "The notebook trains both sides; its own verdict is the assertion below."
-    notebook = Path(__file__).resolve().parents[1]/"experiments"/"timm_alignment.ipynb"
-    subprocess.run([Path(sys.executable).parent/"papermill", notebook, tmp_path/"done.ipynb", "-p", "out", tmp_path,
-                    "--cwd", tmp_path, "--no-progress-bar"], check=False)
-    facts = json.loads((tmp_path/"summary.json").read_text())
+    facts = executed("timm_alignment", tmp_path, recipe_name=recipe, steps=steps)
     for side, runs in facts["top1"].items():
         record_property(f"top1_{side}", " ".join(f"{x:.2f}" for x in runs))
         record_property(f"mean_{side}", f"{statistics.mean(runs):.2f}")
         record_property(f"std_{side}", f"{statistics.stdev(runs):.2f}")
     ours, timm = facts["top1"]["libai_wb"], facts["top1"]["timm"]
-    assert len(ours) == len(timm) == 3 and facts["steps"] >= 1500
+    assert len(ours) == len(timm) == 3 and facts["steps"] == steps
     assert abs(statistics.mean(ours) - statistics.mean(timm)) <= max(.5, statistics.stdev(timm))
+
+
+def test_masked_autoencoder_on_fashion_mnist(tmp_path, record_property):
+    "Pre-training halves its loss at least; fine-tuning on 1,000 labels is reported beside training from scratch."
+    facts = executed("mae_fashion_mnist", tmp_path)
+    record_property("loss", f"{facts['first_loss']:.3f} → {facts['last_loss']:.3f}")
+    for start, runs in facts["top1"].items(): record_property(start, " ".join(f"{x:.2f}" for x in runs))
+    assert facts["last_loss"] <= facts["first_loss"] / 2 and all(len(runs) == 3 for runs in facts["top1"].values())
