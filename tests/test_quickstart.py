@@ -144,3 +144,11 @@ def test_readme_version_of_python_is_the_declared_one():
     settings = configparser.ConfigParser(delimiters=["="], interpolation=None)
     settings.read(ROOT/"settings.ini", encoding="utf-8")
     assert f"Python {settings['DEFAULT']['min_python']} or newer" in README
+
+
+def test_the_second_comparison_with_timm_is_the_same_notebook():
+    "The kept run for Swin has the cells of the one for ViT, and parameters of its own."
+    first, second = (nbformat.read(ROOT/"experiments"/f"timm_alignment{x}.ipynb", 4).cells for x in ("", "_swin"))
+    injected = [c for c in second if "injected-parameters" in c.metadata.get("tags", [])]
+    assert [c.source for c in second if c not in injected] == [c.source for c in first]
+    assert len(injected) == 1 and "swin_nano_fashion_mnist" in injected[0].source
