@@ -19,7 +19,6 @@ from libai_wb.data.samplers import rank_rows
 from libai_wb.engine.build import build_training, load_recipe
 from libai_wb.engine.default import train
 from libai_wb.layers.drop import DropPath
-from libai_wb.mesh.collectives import all_sum
 from libai_wb.mesh.launch import group_rank, make_mesh, run_ranks
 from libai_wb.mesh.rng import draw_key
 from libai_wb.mesh.topology import ParallelLayout
