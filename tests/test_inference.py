@@ -120,7 +120,6 @@ def test_a_module_of_torch_is_evaluated_over_replicas(tmp_path):
     layers = [LazyCall(nn.Flatten)(), LazyCall(nn.BatchNorm1d)(num_features=64),
               LazyCall(nn.Linear)(in_features=64, out_features=10)]
     cfg.model = LazyCall(chain)(layers=layers)
-    cfg.optim.params.overrides = {}
     mine = train(cfg, name="chain", progress=False)
     for layout in ("1", "dp2"): assert evaluate(mine, layout=layout, **QUIET).metrics == mine.summary["metrics"]
     with pytest.raises(ValueError, match="declares neither facts"): evaluate(mine, layout="tp2", **QUIET)

@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['NORM_TYPES', 'reduce_param_groups', 'get_default_optimizer_params', 'check_norm_type', 'group_names']
 
-# %% ../../nbs/50_optim.build.ipynb #b3ea2a76
+# %% ../../nbs/50_optim.build.ipynb #2fcfc80c
+import warnings
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from itertools import chain
@@ -66,31 +67,32 @@ def _of_classes(modules, owner):
     for cls in reversed(type(owner).__mro__): found |= modules.get(cls.__name__, {})
     return found
 
-# %% ../../nbs/50_optim.build.ipynb #c5b8238f
+# %% ../../nbs/50_optim.build.ipynb #e24cf2b4
 def _check_overrides(model, overrides):
-    "Refuse a name that reaches nothing in the whole model."
+    "Refuse a misspelt name, looked up in the whole model."
     whole = _whole(model)
     names = [n for n, _ in chain(whole.named_parameters(remove_duplicate=False), whole.named_buffers())]
     for key in overrides:
         if not any(_matches(key, n) for n in names):
-            raise ValueError(_misspelt("overrides", key, whole, {part for n in names for part in n.split(".")}))
+            _unmatched("overrides", key, whole, {part for n in names for part in n.split(".")})
 
-# %% ../../nbs/50_optim.build.ipynb #73fed77b
+# %% ../../nbs/50_optim.build.ipynb #d19246b1
 def _check_modules(model, modules):
-    "Refuse a class that owns no parameter in the whole model."
+    "Refuse a misspelt class, looked up among the owners of parameters in the whole model."
     whole = _whole(model)
     owners = {type(m) for m in whole.modules() if next(m.parameters(recurse=False), None) is not None}
     classes = {cls.__name__ for owner in owners for cls in owner.__mro__} - {"Module", "object"}
     for key in modules:
-        if key not in classes: raise ValueError(_misspelt("modules", key, whole, classes))
+        if key not in classes: _unmatched("modules", key, whole, classes)
 
-# %% ../../nbs/50_optim.build.ipynb #25d3bf3d
-def _misspelt(given, key, model, there):
-    "What to say about a name that reaches nothing."
+# %% ../../nbs/50_optim.build.ipynb #65119601
+def _unmatched(given, key, model, there):
+    "Refuse a name that reaches nothing and looks like one that does; warn of any other."
     kind = dict(overrides="name of a parameter", modules="class that owns parameters")[given]
-    close = nearest(key.rpartition(".")[2], sorted(there))
-    hint = f"did you mean {close!r}" if close else f"did you mean one of {', '.join(sorted(there)[:8])}"
-    return f"{given}[{key!r}] matches no {kind} in {type(model).__name__}; {hint}?"
+    found = f"{given}[{key!r}] matches no {kind} in {type(model).__name__}"
+    close, some = nearest(key.rpartition(".")[2], sorted(there)), ", ".join(sorted(there)[:8])
+    if close or there & {*key.split(".")}: raise ValueError(f"{found}; did you mean {repr(close) if close else f'one of {some}'}?")
+    warnings.warn(f"{found} and changes nothing; there are {some}.", stacklevel=3)
 
 # %% ../../nbs/50_optim.build.ipynb #3502834b
 def get_default_optimizer_params(
