@@ -23,11 +23,11 @@ def __dir__(): return sorted([*globals(), *_PUBLIC])
 
 def load_ipython_extension(ip):
     "`%load_ext libai_wb`"
-    from libai_wb.notebook.magic import load
+    from libai_wb.notebook.commands import load
     load(ip)
 
 
 def unload_ipython_extension(ip):
     "`%unload_ext libai_wb`"
-    from libai_wb.notebook.magic import unload
+    from libai_wb.notebook.commands import unload
     unload(ip)

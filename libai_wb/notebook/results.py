@@ -14,12 +14,12 @@ from typing import NamedTuple
 
 from fastcore.basics import patch
 
-# %% ../../nbs/70a_notebook.results.ipynb #6392ca99
+# %% ../../nbs/70a_notebook.results.ipynb #6a9e88b0
 class Event(NamedTuple):
     "Output of a rank, as it comes."
     rank: int
-    kind: str # "stream", "display_data", "update_display_data" or "execute_result"
-    content: dict # Content of the Jupyter message
+    kind: str # "stream", "display_data", "update_display_data", "execute_result", "input_request" or "notice"
+    content: dict # Content of the Jupyter message; of a notice `{"text": …}`
 
 # %% ../../nbs/70a_notebook.results.ipynb #cc054d75
 @dataclass
@@ -111,24 +111,29 @@ def as_error(
     message = f"{head} ({'; '.join(others)})" if others else head
     return DistributedError(message, [*lines, *others, *[note] * bool(note)], results)
 
-# %% ../../nbs/70a_notebook.results.ipynb #69382bd0
+# %% ../../nbs/70a_notebook.results.ipynb #e9eba7f1
 _FAILED = ((.3, "release"), (1.5, "interrupt"), (4., "leave"))
 _STOPPED = ((0., "interrupt"), (.5, "release"), (1., "interrupt"), (4., "leave"))
+_KEPT = 1_000_000 # characters of a rank's output that its result holds; the log has all
 
-# %% ../../nbs/70a_notebook.results.ipynb #8b208201
+# %% ../../nbs/70a_notebook.results.ipynb #d933ec83
 class CellState:
     "What is known of one piece of code."
-    def __init__(self, sent, timeout=None):
+    def __init__(self, sent, timeout=None, silence=None):
         self.sent, self.results, self.idle = sent, {}, set()
-        self.text, self.value = defaultdict(list), {}
-        self.began, self.timeout = time.monotonic(), timeout
+        self.text, self.value, self.size = defaultdict(list), {}, defaultdict(int)
+        self.began, self.timeout, self.places = time.monotonic(), timeout, {}
         self.cause, self.plan, self.since, self.touched = "", (), 0., False
+        self.silence = self.wait = silence
+        self.heard = self.began
 
     @property
     def pending(self): return [r for r in self.sent if r not in self.results]
 
-    @property
-    def reason(self): return f"was stopped after {self.timeout:g} s" if self.cause == "timeout" else "was stopped"
+    def reason(self, rank):
+        "Why a rank was stopped."
+        late = f"was stopped after {self.timeout:g} s" if self.cause == "timeout" else "was stopped"
+        return self.places.get(rank, late)
 
     def settled(self, now):
         "Whether all ranks have answered and their output has come; output that is lost is not waited for."
@@ -137,7 +142,7 @@ class CellState:
         self.end = getattr(self, "end", now + 1)
         return now > self.end
 
-# %% ../../nbs/70a_notebook.results.ipynb #1aaeb047
+# %% ../../nbs/70a_notebook.results.ipynb #efdafbe0
 @patch
 def take(self:CellState, rank, message):
     "Note a message; returns the `Event` in it, if there is one."
@@ -145,11 +150,24 @@ def take(self:CellState, rank, message):
     mine = message["parent_header"].get("msg_id") == self.sent.get(rank)
     if kind == "status" and mine and content["execution_state"] == "idle": self.idle.add(rank)
     if kind == "execute_reply" and mine: self.answer(rank, content, message["header"]["date"].timestamp())
-    if kind == "stream": self.text[rank].append(content["text"])
-    if kind == "execute_result" and mine: self.value[rank] = content["data"].get("text/plain")
-    if kind in ("stream", "display_data", "update_display_data", "execute_result"): return Event(rank, kind, content)
+    if not mine or kind not in _EVENTS: return None
+    if self.touched and content.get("text", "").strip() == "KeyboardInterrupt": return None # what IPython says of it
+    self.hear(time.monotonic())
+    if kind == "execute_result": self.value[rank] = content["data"].get("text/plain")
+    if kind == "stream" and self.size[rank] < _KEPT:
+        self.text[rank].append(content["text"])
+        self.size[rank] += len(content["text"])
+    return Event(rank, kind, content)
 
-# %% ../../nbs/70a_notebook.results.ipynb #d458e696
+_EVENTS = ("stream", "display_data", "update_display_data", "execute_result", "input_request")
+
+# %% ../../nbs/70a_notebook.results.ipynb #d84ebd93
+@patch
+def hear(self:CellState, now):
+    "Note that there was a sign of life at `now`."
+    if now > self.heard: self.heard, self.wait = now, self.silence
+
+# %% ../../nbs/70a_notebook.results.ipynb #b190d6ba
 @patch
 def answer(self:CellState, rank, content, when):
     "Note how the code ended on a rank; what comes after a rank was touched was not its own fault."
@@ -157,11 +175,11 @@ def answer(self:CellState, rank, content, when):
     if content["status"] == "error":
         result.ename, result.evalue, result.traceback = (content[k] for k in ("ename", "evalue", "traceback"))
         excused = result.ename == "KeyboardInterrupt" or self.cause != "failure" and is_echo(result)
-        if self.touched and excused: result.status, result.evalue = "stopped", self.reason
+        if self.touched and excused: result.status, result.evalue = "stopped", self.reason(rank)
     elif content["status"] != "ok": result.status = "stopped"
     self.results[rank] = result
 
-# %% ../../nbs/70a_notebook.results.ipynb #f403d8b2
+# %% ../../nbs/70a_notebook.results.ipynb #143a6ddc
 @patch
 def due(self:CellState, now, interrupted=False):
     "The steps to take now, of the plan for what has gone wrong."
@@ -172,7 +190,13 @@ def due(self:CellState, now, interrupted=False):
         self.plan, self.since = (_FAILED if self.cause == "failure" else _STOPPED) if self.cause else (), now
     steps = [step for wait, step in self.plan if now - self.since >= wait]
     self.plan = self.plan[len(steps):]
+    if not self.cause and self.wait and now - self.heard >= self.wait: self.wait, steps = 2 * self.wait, ["look"]
     return steps if self.pending else []
+
+@patch
+def give_up(self:CellState, places, now):
+    "Stop ranks that hang; `places` says of each rank how."
+    self.cause, self.plan, self.since, self.places = "hang", _STOPPED, now, places
 
 # %% ../../nbs/70a_notebook.results.ipynb #19d4d25f
 def same_everywhere(
