@@ -184,6 +184,7 @@ def main():
     parser.add_argument("steps", nargs="*", choices=[*STEPS, []], metavar="step", help=", ".join(STEPS))
     parser.add_argument("--full", action="store_true", help="add the tests marked full and write their report")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM"))  # so that what runs is ended too
     begin = time.monotonic()
     for name in args.steps or STEPS:
         print(f"\n== {name}", flush=True)

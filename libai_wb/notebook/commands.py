@@ -79,9 +79,10 @@ def _one_of(words, choices, command):
     if len(words) == 1 and words[0] in choices: return words[0]
     raise LaunchError(f"%dist {command} {' '.join(words)} is not known; write %dist {command} {' or '.join(choices)}.")
 
-# %% ../../nbs/71d_notebook.commands.ipynb #a861ddf2
+# %% ../../nbs/71d_notebook.commands.ipynb #01dae150
 @patch
 def do_status(self:DistMagics, words, ranks):
+    "Say what each rank is doing."
     if not self.cells.pool or not self.cells.pool.ranks:
         return print("No ranks are running; `%%distributed -n 2` starts two.")
     rows = [row | dict(memory=f"{row['memory'] / 1e6:.0f} MB", last=row["last"][:60]) for row in self.pool.status()]
@@ -89,46 +90,54 @@ def do_status(self:DistMagics, words, ranks):
 
 @patch
 def do_start(self:DistMagics, words, ranks):
+    "Start ranks before a cell does."
     self.cells.ensure(parse_line(shlex.join(words)))
 
 @patch
 def do_stop(self:DistMagics, words, ranks):
+    "End the ranks."
     if self.cells.pool: self.cells.pool.stop()
 
 @patch
 def do_restart(self:DistMagics, words, ranks):
+    "Start new ranks of the same layout."
     self.cells.start(self.pool.layout, self.pool.env)
 
 @patch
 def do_help(self:DistMagics, words, ranks):
+    "List the commands."
     print(*(f"%dist {verb:8} {text}" for verb, text in _HELP.items()), sep="\n")
 
-# %% ../../nbs/71d_notebook.commands.ipynb #3769e905
+# %% ../../nbs/71d_notebook.commands.ipynb #42fa9c4c
 @patch
 def do_tail(self:DistMagics, words, ranks):
+    "Show what ranks have written last."
     if words and not words[0].isdigit(): raise LaunchError(f"%dist tail {words[0]} is no number; write %dist tail 20.")
     for r, lines in self.pool.tail(int(words[0]) if words else 10, ranks).items():
         print(*(f"[rank{r}] {line}" for line in lines), sep="\n")
 
 @patch
 def do_stack(self:DistMagics, words, ranks):
+    "Show where ranks are in their code."
     for r, stack in self.pool.stacks(ranks).items():
         print(f"[rank{r}] {describe(stack, self.pool.sources)}")
         print(*(f"    {frame.file}:{frame.line} in {frame.function}" for frame in stack[:12]), sep="\n")
 
-# %% ../../nbs/71d_notebook.commands.ipynb #c86d86ba
+# %% ../../nbs/71d_notebook.commands.ipynb #8a628f90
 @patch
 def do_push(self:DistMagics, words, ranks):
+    "Give ranks variables of the notebook."
     self.pool.push(pick(self.shell.user_ns, parse_names(" ".join(words))), ranks)
 
 @patch
 def do_pull(self:DistMagics, words, ranks):
+    "Get variables of ranks."
     names = parse_names(" ".join(words))
     found = self.pool.pull(names, ranks)
     of = lambda name: found[ranks[0]][name] if ranks and len(ranks) == 1 else {r: v[name] for r, v in found.items()}
     return of(names[0]) if len(names) == 1 else {name: of(name) for name in names}
 
-# %% ../../nbs/71d_notebook.commands.ipynb #4ab94ee6
+# %% ../../nbs/71d_notebook.commands.ipynb #61bb4b00
 _FREE = """import gc as _gc, sys as _sys
 for _n in ("last_exc", "last_type", "last_value", "last_traceback"):
     if hasattr(_sys, _n): delattr(_sys, _n)
@@ -140,6 +149,7 @@ del _gc, _sys, _n"""
 
 @patch
 def do_free(self:DistMagics, words, ranks):
+    "Let go of tracebacks and cached memory."
     before = [row["memory"] for row in self.pool.status()]
     self.pool.run_silently(_FREE, ranks)
     after = [row["memory"] for row in self.pool.status()]
@@ -148,6 +158,7 @@ def do_free(self:DistMagics, words, ranks):
 
 @patch
 def do_silence(self:DistMagics, words, ranks):
+    "Choose after how much silence it is looked where the ranks are."
     word = words[0] if len(words) == 1 else ""
     if word != "off" and not re.fullmatch(r"\d+(\.\d+)?", word):
         raise LaunchError(f"%dist silence {word} is not a number of seconds; write %dist silence 60, or off.")
@@ -156,18 +167,20 @@ def do_silence(self:DistMagics, words, ranks):
 
 @patch
 def do_doctor(self:DistMagics, words, ranks):
+    "Check this machine."
     doctor()
 
-# %% ../../nbs/71d_notebook.commands.ipynb #40cbeb56
+# %% ../../nbs/71d_notebook.commands.ipynb #dc9edc0c
 @patch
 def do_auto(self:DistMagics, words, ranks):
+    "Let plain cells run on the ranks, or not."
     self.cells.auto = _one_of(words, ("on", "off"), "auto") == "on"
     print("Plain cells run on the ranks; begin one with %%local to run it here." if self.cells.auto else
           "Plain cells run in the notebook.")
 
 class AutoCells:
     "Changes a cell before it runs."
-    def __init__(self, cells): self.cells, self.warned = cells, False
+    def __init__(self, cells): self.cells = cells
 
     def __call__(self,
         lines: list[str], # The cell
@@ -175,7 +188,7 @@ class AutoCells:
         "Send a plain cell to the ranks."
         text = "".join(lines).strip()
         if text.startswith("%%local"): return lines[1:] or ["\n"]
-        mine = text.startswith(("%%", "%dist", "%load_ext", "%unload_ext", "!")) or re.match(r"get_ipython\(\)\.run_", text)
+        mine = text.startswith(("%%", "%dist", "%load_ext", "%unload_ext", "!", "get_ipython().run_"))
         return lines if mine or not text or not self.cells.auto else ["%%distributed\n", *lines]
 
 # %% ../../nbs/71d_notebook.commands.ipynb #3e44edb6

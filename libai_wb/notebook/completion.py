@@ -13,8 +13,9 @@ from IPython.core.completer import SimpleCompletion, context_matcher
 from .options import OPTIONS
 from .workers import Pool
 
-# %% ../../nbs/71c_notebook.completion.ipynb #339b701f
-VERBS = ("status", "start", "stop", "restart", "tail", "stack", "push", "pull", "free", "silence", "auto", "doctor", "help")
+# %% ../../nbs/71c_notebook.completion.ipynb #bb6c4a35
+VERBS = ("status", "start", "stop", "restart", "tail", "stack", "push", "pull", "free", "silence", "auto", "doctor",
+         "help")
 
 def first_line(
     line: str, # Up to the cursor
@@ -70,7 +71,7 @@ class RankMatcher:
         found, start = self.cells.pool.complete(body, at)
         return found, body[start:at]
 
-# %% ../../nbs/71c_notebook.completion.ipynb #f5bf630c
+# %% ../../nbs/71c_notebook.completion.ipynb #55a87cc7
 def complete_with(
     shell, # IPython shell
     cells, # Has the pool: `cells.pool`
@@ -81,9 +82,11 @@ def complete_with(
 
     @context_matcher()
     def libai_wb_ranks(context):
-        at = sum(len(line) + 1 for line in context.full_text.split("\n")[:context.cursor_line]) + context.cursor_position
+        above = context.full_text.split("\n")[:context.cursor_line]
+        at = sum(len(line) + 1 for line in above) + context.cursor_position
         found, fragment = source.matches(context.full_text, at)
-        return dict(completions=[SimpleCompletion(text=f) for f in found], matched_fragment=fragment, suppress=bool(found))
+        words = [SimpleCompletion(text=f) for f in found]
+        return dict(completions=words, matched_fragment=fragment, suppress=bool(found))
     shell.Completer.custom_matchers.append(libai_wb_ranks)
 
 def remove_completion(

@@ -125,7 +125,7 @@ def show(self:Renderer, rank, name, text):
     self.text("stdout", f"\n[this cell has said too much to show; {self.log} has all of it, `%dist tail` its end]\n")
     self.lost[rank].extend(text[len(kept):].splitlines())
 
-# %% ../../nbs/70i_notebook.output.ipynb #e7af98ec
+# %% ../../nbs/70i_notebook.output.ipynb #70def9f9
 @patch
 def picture(self:Renderer, event):
     "Show something that is more than text."
@@ -146,4 +146,4 @@ def close(self:Renderer):
     for (rank, name), buffer in sorted(self.buffers.items()): self.show(rank, name, buffer.flush())
     if self.area: self.area.update([], now=float("inf"))
     for event in sorted(self.values, key=lambda e: e.rank): self.picture(event)
-    for _, lines in sorted(self.lost.items(), key=str): self.text("stdout", "".join(f"{line}\n" for line in ("…", *lines)))
+    for _, lines in sorted(self.lost.items(), key=str): self.text("stdout", "\n".join(["…", *lines, ""]))

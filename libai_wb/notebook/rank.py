@@ -150,7 +150,7 @@ class RankManager(AsyncKernelManager):
         argv = [sys.executable, "-c", ENTRY, "{connection_file}"]
         return KernelSpec(argv=argv, display_name="rank", language="python")
 
-# %% ../../nbs/70_notebook.rank.ipynb #f61189bc
+# %% ../../nbs/70_notebook.rank.ipynb #506daada
 class RankLink:
     "A rank: its process, the channels to it, and its log."
     def __init__(self,
@@ -179,7 +179,8 @@ class RankLink:
             try: message = await channel.get_msg()
             except ValueError: continue # wrong signature or replayed: not from our kernel
             if message["msg_type"] == "stream": self.keep(message["content"]["text"])
-            if message["msg_type"] not in _OUTPUT or self.inbox.qsize() < self.most: self.inbox.put((self.rank, message))
+            spare = message["msg_type"] in _OUTPUT and self.inbox.qsize() >= self.most
+            if not spare: self.inbox.put((self.rank, message))
 
     def keep(self, text):
         "Add text to the log."

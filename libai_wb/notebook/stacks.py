@@ -73,7 +73,7 @@ def describe(
     wait = waits_in(stack, sources)
     return f"line {frame.line} of {where}" + f": {text[:100]}" * bool(text) + f", waiting in {wait}" * bool(wait)
 
-# %% ../../nbs/70b_notebook.stacks.ipynb #ba755e5a
+# %% ../../nbs/70b_notebook.stacks.ipynb #9e4d0ee7
 def ask_stacks(
     pids: dict[int, int], # Rank → process id
     folder: str | os.PathLike, # Session folder
@@ -89,4 +89,4 @@ def ask_stacks(
     while time.monotonic() < until and any(places[rank].stat().st_size == size for rank, size in before.items()):
         time.sleep(.01)
     time.sleep(.02 * bool(before)) # the last lines are on their way
-    return {rank: read_stack(path.read_text()[before[rank]:] if rank in before else "") for rank, path in places.items()}
+    return {rank: read_stack(places[rank].read_text()[before[rank]:]) if rank in before else [] for rank in pids}

@@ -21,7 +21,7 @@ from .running import Running, Wire, noted_interrupts
 from .stacks import Frame, ask_stacks, cell_name
 from .values import read_values, write_values
 
-# %% ../../nbs/70e_notebook.workers.ipynb #6c733548
+# %% ../../nbs/70e_notebook.workers.ipynb #dec680d5
 def rank_device(
     rank: int,
     world: int, # Number of ranks
@@ -31,9 +31,9 @@ def rank_device(
     "Where a rank computes."
     if gpus == 0: return "cpu"
     if world > gpus and not share:
-        raise ValueError(f"{world} ranks were asked for and {gpus} GPU{'s are' if gpus > 1 else ' is'} visible, and NCCL "
-                         "needs one for each rank; ask for fewer ranks, for --gpus none to compute on the CPU, or for "
-                         "--share-gpu to debug over gloo.")
+        found = "1 GPU is" if gpus == 1 else f"{gpus} GPUs are"
+        raise ValueError(f"{world} ranks were asked for and {found} visible, and NCCL needs one for each rank; ask for "
+                         "fewer ranks, for --gpus none to compute on the CPU, or for --share-gpu to debug over gloo.")
     return f"cuda:{rank % gpus}"
 
 # %% ../../nbs/70e_notebook.workers.ipynb #ed0d70a5

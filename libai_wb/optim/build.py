@@ -85,13 +85,14 @@ def _check_modules(model, modules):
     for key in modules:
         if key not in classes: _unmatched("modules", key, whole, classes)
 
-# %% ../../nbs/50_optim.build.ipynb #65119601
+# %% ../../nbs/50_optim.build.ipynb #eb5c6e44
 def _unmatched(given, key, model, there):
     "Refuse a name that reaches nothing and looks like one that does; warn of any other."
     kind = dict(overrides="name of a parameter", modules="class that owns parameters")[given]
     found = f"{given}[{key!r}] matches no {kind} in {type(model).__name__}"
     close, some = nearest(key.rpartition(".")[2], sorted(there)), ", ".join(sorted(there)[:8])
-    if close or there & {*key.split(".")}: raise ValueError(f"{found}; did you mean {repr(close) if close else f'one of {some}'}?")
+    if close: raise ValueError(f"{found}; did you mean {close!r}?")
+    if there & {*key.split(".")}: raise ValueError(f"{found}; did you mean one of {some}?")
     warnings.warn(f"{found} and changes nothing; there are {some}.", stacklevel=3)
 
 # %% ../../nbs/50_optim.build.ipynb #3502834b
