@@ -79,7 +79,7 @@ def _one_of(words, choices, command):
     if len(words) == 1 and words[0] in choices: return words[0]
     raise LaunchError(f"%dist {command} {' '.join(words)} is not known; write %dist {command} {' or '.join(choices)}.")
 
-# %% ../../nbs/71d_notebook.commands.ipynb #01dae150
+# %% ../../nbs/71d_notebook.commands.ipynb #ec6b5695
 @patch
 def do_status(self:DistMagics, words, ranks):
     "Say what each rank is doing."
@@ -91,7 +91,9 @@ def do_status(self:DistMagics, words, ranks):
 @patch
 def do_start(self:DistMagics, words, ranks):
     "Start ranks before a cell does."
+    before = self.cells.pool and self.cells.pool.ranks
     self.cells.ensure(parse_line(shlex.join(words)))
+    if before and self.pool.ranks is before: print(f"{self.pool.n} ranks of layout {self.pool.layout} are running.")
 
 @patch
 def do_stop(self:DistMagics, words, ranks):
@@ -108,7 +110,7 @@ def do_help(self:DistMagics, words, ranks):
     "List the commands."
     print(*(f"%dist {verb:8} {text}" for verb, text in _HELP.items()), sep="\n")
 
-# %% ../../nbs/71d_notebook.commands.ipynb #42fa9c4c
+# %% ../../nbs/71d_notebook.commands.ipynb #152aba79
 @patch
 def do_tail(self:DistMagics, words, ranks):
     "Show what ranks have written last."
@@ -120,8 +122,8 @@ def do_tail(self:DistMagics, words, ranks):
 def do_stack(self:DistMagics, words, ranks):
     "Show where ranks are in their code."
     for r, stack in self.pool.stacks(ranks).items():
-        print(f"[rank{r}] {describe(stack, self.pool.sources)}")
-        print(*(f"    {frame.file}:{frame.line} in {frame.function}" for frame in stack[:12]), sep="\n")
+        print(f"[rank{r}] {(place := describe(stack, self.pool.sources))}")
+        if place != "idle": print(*(f"    {f.file}:{f.line} in {f.function}" for f in stack[:12]), sep="\n")
 
 # %% ../../nbs/71d_notebook.commands.ipynb #8a628f90
 @patch
@@ -137,11 +139,11 @@ def do_pull(self:DistMagics, words, ranks):
     of = lambda name: found[ranks[0]][name] if ranks and len(ranks) == 1 else {r: v[name] for r, v in found.items()}
     return of(names[0]) if len(names) == 1 else {name: of(name) for name in names}
 
-# %% ../../nbs/71d_notebook.commands.ipynb #61bb4b00
+# %% ../../nbs/71d_notebook.commands.ipynb #d34a8148
 _FREE = """import gc as _gc, sys as _sys
 for _n in ("last_exc", "last_type", "last_value", "last_traceback"):
     if hasattr(_sys, _n): delattr(_sys, _n)
-get_ipython().InteractiveTB.tb = None
+get_ipython().InteractiveTB.tb = get_ipython().last_execution_result = None
 for _n in ("_", "__", "___"): globals().pop(_n, None)
 _gc.collect()
 if "torch" in _sys.modules and _sys.modules["torch"].cuda.is_initialized(): _sys.modules["torch"].cuda.empty_cache()
@@ -170,7 +172,7 @@ def do_doctor(self:DistMagics, words, ranks):
     "Check this machine."
     doctor()
 
-# %% ../../nbs/71d_notebook.commands.ipynb #dc9edc0c
+# %% ../../nbs/71d_notebook.commands.ipynb #4946c005
 @patch
 def do_auto(self:DistMagics, words, ranks):
     "Let plain cells run on the ranks, or not."
@@ -188,7 +190,7 @@ class AutoCells:
         "Send a plain cell to the ranks."
         text = "".join(lines).strip()
         if text.startswith("%%local"): return lines[1:] or ["\n"]
-        mine = text.startswith(("%%", "%dist", "%load_ext", "%unload_ext", "!", "get_ipython().run_"))
+        mine = text.startswith(("%%", "%load_ext", "%unload_ext", "!", "get_ipython().run_")) or "%dist" in text
         return lines if mine or not text or not self.cells.auto else ["%%distributed\n", *lines]
 
 # %% ../../nbs/71d_notebook.commands.ipynb #3e44edb6

@@ -47,14 +47,15 @@ class RanksInterrupted(KeyboardInterrupt):
     "You interrupted the ranks."
     def _render_traceback_(self): return [f"KeyboardInterrupt: {self}"]
 
-# %% ../../nbs/71_notebook.magic.ipynb #8ac16a8b
+# %% ../../nbs/71_notebook.magic.ipynb #73f0caa0
 def run_here(
     shell, # IPython shell
     cell: str, # Source
 ):
     "Run a cell in the notebook."
     code = shell.transform_cell(cell)
-    name, body = shell.compile.cache(code, shell.execution_count, raw_code=cell), ast.parse(code).body
+    name = shell.compile.cache(code, shell.execution_count, raw_code=cell)
+    body = ast.parse(code, name).body
     last = [body.pop()] if body and isinstance(body[-1], ast.Expr) else []
     exec(shell.compile(ast.Module(body, []), name, "exec"), shell.user_ns)
     if last: exec(shell.compile(ast.Interactive(last), name, "single"), shell.user_ns)
@@ -135,13 +136,13 @@ def ensure(self:DistributedMagics, options):
     if env is None and self.pool: env = self.pool.env
     if not running or self.pool.layout != layout or self.pool.env != (env or {}): self.start(layout, env)
 
-# %% ../../nbs/71_notebook.magic.ipynb #b59c001a
+# %% ../../nbs/71_notebook.magic.ipynb #af37bcb7
 @patch
 def given(self:DistributedMagics, options):
     "The variables that the ranks get before a cell, by name."
     space = self.shell.user_ns
     parameters = [name for name in parameter_names(list(space.get("In", []))) if name in space]
-    fresh = {n: space[n] for n in parameters if self.pushed.get(n) != repr(space[n])}
+    fresh = {n: space[n] for n in parameters if options.isolated or self.pushed.get(n) != repr(space[n])}
     return {n: v for n, v in fresh.items() if _plain(v)} | pick(space, options.push)
 
 def _plain(value):
@@ -173,7 +174,7 @@ def ask(rank, busy, prompt="", password=False):
     wait = f" (rank{'s' * (len(others) > 1)} {', '.join(others)} still busy)" if others else ""
     return (getpass.getpass if password else input)(f"[rank{rank}]{wait} {prompt}")
 
-# %% ../../nbs/71_notebook.magic.ipynb #ae2f6d4d
+# %% ../../nbs/71_notebook.magic.ipynb #adfd9806
 @patch
 def run(self:DistributedMagics, options, cell):
     "Run a cell as its options say."
@@ -199,7 +200,8 @@ def run_cell(self:DistributedMagics, options, cell):
     if self.auto: print(f"[on {len(options.ranks or self.pool.ranks)} ranks]")
     renderer = self.renderer(options, self.pool.folder/"rank*.log")
     code = cell if cell.lstrip().startswith("%%") else f"# %%distributed\n{cell}" # lines are counted as you see them
-    try: return self.pool.run(code, options.ranks, renderer, options.timeout, ask if self.watched() else None)
+    ask_you, count = ask if self.watched() else None, self.shell.execution_count
+    try: return self.pool.run(code, options.ranks, renderer, options.timeout, ask_you, count)
     finally: renderer.close()
 
 @patch
@@ -207,7 +209,7 @@ def run_script(self:DistributedMagics, options, cell):
     "Run a cell as a script under torchrun."
     renderer = self.renderer(options, "no log")
     layout = options.layout or (self.pool.layout if self.pool else ParallelLayout(dp=2))
-    env = _gpu_env(options.gpus, options.share_gpu)
+    env = _gpu_env(options.gpus, options.share_gpu) or (self.pool and self.pool.env)
     with tempfile.TemporaryDirectory() as folder:
         values = write_values(self.given(options), folder)
         try: return run_isolated(cell, layout, renderer, options.timeout, values, env=env)

@@ -43,10 +43,11 @@ def parse_ranks(
         found |= set(range(int(ends[1]), int(ends[2] or ends[1]) + 1))
     return tuple(sorted(found))
 
-# %% ../../nbs/70j_notebook.options.ipynb #69356e1b
+# %% ../../nbs/70j_notebook.options.ipynb #4ecd492f
 class _Parser(argparse.ArgumentParser):
     "An argument parser that raises in place of leaving the process."
     def error(self, message):
+        if found := re.fullmatch(r"unrecognized arguments: (\d+)", message): message += f" (write -n {found[1]})"
         known = ", ".join(action.option_strings[0] for action in self._actions)
         raise LaunchError(f"%%distributed: {message}; the options are {known}.")
 

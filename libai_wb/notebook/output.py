@@ -99,11 +99,13 @@ class Renderer:
             self.buffers[rank, name] = LineBuffer(f"[rank{rank}] ", None if self.area else 30.)
         return self.buffers[rank, name]
 
-# %% ../../nbs/70i_notebook.output.ipynb #82d6e681
+# %% ../../nbs/70i_notebook.output.ipynb #e2f79d60
 @patch
 def stream(self:Renderer, rank, name, text):
     "Show text that a rank has written."
-    self.show(rank, name, self.buffer(rank, name).feed(text))
+    buffer = self.buffer(rank, name)
+    calm = buffer.bar or "\r" in text # a bar on stderr is no reason for red
+    self.show(rank, "stdout" if calm else name, buffer.feed(text))
     if self.area: self.area.update([b.prefix + b.bar for _, b in sorted(self.buffers.items()) if b.bar])
 
 @patch
@@ -125,7 +127,7 @@ def show(self:Renderer, rank, name, text):
     self.text("stdout", f"\n[this cell has said too much to show; {self.log} has all of it, `%dist tail` its end]\n")
     self.lost[rank].extend(text[len(kept):].splitlines())
 
-# %% ../../nbs/70i_notebook.output.ipynb #70def9f9
+# %% ../../nbs/70i_notebook.output.ipynb #9b16a5ef
 @patch
 def picture(self:Renderer, event):
     "Show something that is more than text."
@@ -143,7 +145,8 @@ def picture(self:Renderer, event):
 @patch
 def close(self:Renderer):
     "Show what is left: unfinished lines, values in the order of the ranks, the last lines that found no room."
-    for (rank, name), buffer in sorted(self.buffers.items()): self.show(rank, name, buffer.flush())
+    for (rank, name), buffer in sorted(self.buffers.items()):
+        self.show(rank, "stdout" if buffer.bar else name, buffer.flush())
     if self.area: self.area.update([], now=float("inf"))
     for event in sorted(self.values, key=lambda e: e.rank): self.picture(event)
     for _, lines in sorted(self.lost.items(), key=str): self.text("stdout", "\n".join(["…", *lines, ""]))

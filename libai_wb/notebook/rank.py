@@ -20,7 +20,7 @@ from ..mesh.processes import die_with_parent
 from ..mesh.room import usable_cores
 from ..mesh.topology import ParallelLayout
 
-# %% ../../nbs/70_notebook.rank.ipynb #9372ea2d
+# %% ../../nbs/70_notebook.rank.ipynb #be2c2eb6
 def rank_env(
     rank: int,
     layout: ParallelLayout, # `layout.world` ranks in all
@@ -36,7 +36,8 @@ def rank_env(
                 OMP_NUM_THREADS=max(1, usable_cores() // n), GLOO_SOCKET_IFNAME=loopback, NCCL_SOCKET_IFNAME=loopback,
                 MPLBACKEND="module://matplotlib_inline.backend_inline", IPYTHONDIR=Path(folder)/"ipython",
                 LIBAI_WB_SESSION=folder, LIBAI_WB_LAYOUT=layout, LIBAI_WB_TIMEOUT=timeout,
-                LIBAI_WB_BEAT=Path(folder)/f"rank{rank}.beat", PYTHONBREAKPOINT="pdb.set_trace")
+                LIBAI_WB_BEAT=Path(folder)/f"rank{rank}.beat", PYTHONBREAKPOINT="pdb.set_trace",
+                PYDEVD_DISABLE_FILE_VALIDATION=1)
     return kept | {k: str(v) for k, v in ours.items()}
 
 # %% ../../nbs/70_notebook.rank.ipynb #99add1ae
@@ -96,12 +97,16 @@ def cut_links(
         except OSError: pass # the peer was quicker
     return cut
 
-# %% ../../nbs/70_notebook.rank.ipynb #bf46ed1c
+# %% ../../nbs/70_notebook.rank.ipynb #4e3614cb
 class _RankKernel(IPythonKernel):
     "An IPython kernel that can let go of its peers."
     control_msg_types = [*IPythonKernel.control_msg_types, "release_request"]
 
     def release_request(self, stream, ident, parent): cut_links(parent["content"]["pids"])
+
+    async def execute_request(self, stream, ident, parent):
+        if count := parent["content"].get("count"): self.shell.execution_count = count # a traceback says In[count]
+        await super().execute_request(stream, ident, parent)
 
 # %% ../../nbs/70_notebook.rank.ipynb #362f0731
 class _RankApp(IPKernelApp):
@@ -188,16 +193,20 @@ class RankLink:
 
 _OUTPUT = ("stream", "display_data", "update_display_data")
 
-# %% ../../nbs/70_notebook.rank.ipynb #159804ee
+# %% ../../nbs/70_notebook.rank.ipynb #19baa46e
 @patch
 async def send(self:RankLink,
     code: str, # Source
     silent: bool, # Whether the code leaves no trace in the rank's history
     stdin: bool = False, # Whether the code may ask for input
+    count: int | None = None, # Number of the cell, default one more than the rank's last
 ) -> str: # Id of the message
     "Let the rank run code."
-    options = dict(silent=silent, store_history=not silent, allow_stdin=stdin, stop_on_error=False)
-    return self.client.execute(code, **options)
+    content = dict(code=code, silent=silent, store_history=not silent, allow_stdin=stdin, stop_on_error=False,
+                   user_expressions={}, count=count)
+    message = self.client.session.msg("execute_request", content)
+    self.client.shell_channel.send(message)
+    return message["header"]["msg_id"]
 
 @patch
 async def ask_completion(self:RankLink,

@@ -167,7 +167,7 @@ def hear(self:CellState, now):
     "Note that there was a sign of life at `now`."
     if now > self.heard: self.heard, self.wait = now, self.silence
 
-# %% ../../nbs/70a_notebook.results.ipynb #b190d6ba
+# %% ../../nbs/70a_notebook.results.ipynb #2be8b7c2
 @patch
 def answer(self:CellState, rank, content, when):
     "Note how the code ended on a rank; what comes after a rank was touched was not its own fault."
@@ -175,7 +175,7 @@ def answer(self:CellState, rank, content, when):
     if content["status"] == "error":
         result.ename, result.evalue, result.traceback = (content[k] for k in ("ename", "evalue", "traceback"))
         excused = result.ename == "KeyboardInterrupt" or self.cause != "failure" and is_echo(result)
-        if self.touched and excused: result.status, result.evalue = "stopped", self.reason(rank)
+        if self.touched and excused: result = RankResult(rank, "stopped", evalue=self.reason(rank), when=when)
     elif content["status"] != "ok": result.status = "stopped"
     self.results[rank] = result
 

@@ -76,7 +76,7 @@ async def _gather(coroutines):
         if isinstance(r, BaseException): raise r
     return results
 
-# %% ../../nbs/70d_notebook.running.ipynb #3d0afdea
+# %% ../../nbs/70d_notebook.running.ipynb #e2df8a87
 class Running(CellState):
     "A piece of code that ranks are at."
     def __init__(self,
@@ -89,8 +89,10 @@ class Running(CellState):
         sources: dict[str, str] | None = None, # `cell_name` → source, to name places
         timeout: float | None = None, # Seconds, after which the ranks are interrupted
         silence: float | None = None, # Seconds without a word before it is looked where the ranks are
+        count: int | None = None, # Number of the cell
     ):
-        ids = wire.all([wire.links[r].send(code, silent, ask is not None) for r in ranks])
+        self.written = {r: wire.links[r].log.stat().st_size for r in ranks}
+        ids = wire.all([wire.links[r].send(code, silent, ask is not None, count) for r in ranks])
         super().__init__(dict(zip(ranks, ids)), timeout, silence)
         self.wire, self.show, self.ask, self.sources = wire, show or (lambda event: None), ask, sources or {}
         self.questions, self.left, self.sample = [], {}, None
@@ -135,18 +137,19 @@ def answer_question(self:Running, heard):
     self.hear(time.monotonic())
     self.wire.all([self.wire.links[event.rank].tell("input", value=text)])
 
-# %% ../../nbs/70d_notebook.running.ipynb #4ffe1e3c
+# %% ../../nbs/70d_notebook.running.ipynb #6ae24bf1
 @patch
 def note_deaths(self:Running):
     "A rank whose process has ended will not answer."
     for r in self.pending:
         code = self.wire.links[r].process.poll()
         if code is None: continue
-        tail = self.wire.links[r].log.read_text(errors="replace").splitlines()[-5:]
+        said = self.wire.links[r].log.read_bytes()[self.written[r]:] # while this code ran
+        tail = said.decode(errors="replace").splitlines()[-5:]
         self.results[r] = RankResult(r, "died", evalue=exit_reason(code), when=time.time(), traceback=tail)
         self.idle.add(r)
 
-# %% ../../nbs/70d_notebook.running.ipynb #28e940bd
+# %% ../../nbs/70d_notebook.running.ipynb #ca3bebfc
 @patch
 def release(self:Running):
     "Cut the links between all ranks, which frees those that wait in a collective."
@@ -157,7 +160,9 @@ def release(self:Running):
 
 @patch
 def interrupt(self:Running):
-    "Pass an interrupt on to the ranks that are busy."
+    "Pass an interrupt on to the ranks that are busy; after a time limit, with a word about where they were."
+    if self.cause == "timeout" and not self.places:
+        self.places = {r: f"{self.reason(r)} at {describe(s, self.sources)}" for r, s in self.stacks().items()}
     self.wire.all([self.wire.links[r].manager.signal_kernel(signal.SIGINT) for r in self.pending])
     self.touched = True
 
@@ -168,22 +173,26 @@ def leave(self:Running):
         self.results[r], self.left[r] = RankResult(r, "busy", when=time.time()), self.sent[r]
         self.idle.add(r)
 
-# %% ../../nbs/70d_notebook.running.ipynb #b995a7d0
+# %% ../../nbs/70d_notebook.running.ipynb #c1b22ebd
 @patch
 def look(self:Running):
     "Say where the ranks are, and stop them if they wait for each other in vain."
     now, beats = time.monotonic(), [b.stat().st_mtime for b in self.wire.folder.glob("*.beat")]
     if time.time() - max(beats, default=0) < self.silence: return self.hear(now)
-    pids = {r: self.wire.links[r].process.pid for r in self.pending}
-    stacks, before = ask_stacks(pids, self.wire.folder), self.sample
+    stacks, before = self.stacks(), self.sample
     lines = {r: describe(stack, self.sources) for r, stack in stacks.items()}
     waiting = all(waits_in(stack, self.sources) for stack in stacks.values())
-    self.sample = (stacks, _seconds(pids.values())) if waiting else None
+    self.sample = (stacks, _seconds(self.wire.links[r].process.pid for r in stacks)) if waiting else None
     if before and self.sample and before[0] == stacks and self.sample[1] - before[1] < .5:
         return self.give_up({r: f"hung at {line}" for r, line in lines.items()}, now)
     if waiting: self.wait = now - self.heard + min(10, self.silence) # look again soon
     places = "".join(f"[rank{r}] is at {line}\n" for r, line in lines.items())
     self.show(Event(None, "notice", dict(text=f"[no output for {now - self.heard:.0f} s]\n{places}")))
+
+@patch
+def stacks(self:Running):
+    "Where the ranks are that have not answered."
+    return ask_stacks({r: self.wire.links[r].process.pid for r in self.pending}, self.wire.folder)
 
 def _seconds(pids):
     "Seconds of CPU that processes have used."

@@ -26,8 +26,8 @@ def read_stack(
     found = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', text.rpartition("Stack (most")[2], re.MULTILINE)
     return [Frame(file, int(line), function) for file, line, function in found]
 
-# %% ../../nbs/70b_notebook.stacks.ipynb #b0378ac8
-_WAITS = re.compile(r"\.(wait|wait_tensor|synchronize)\(")
+# %% ../../nbs/70b_notebook.stacks.ipynb #6575ecd4
+_WAITS = re.compile(r"\.wait(_tensor)?\(")
 
 def waits_in(
     stack: list[Frame],

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['rank_device', 'join_group', 'Pool']
 
-# %% ../../nbs/70e_notebook.workers.ipynb #6992dd4b
-import atexit, os, queue, shutil
+# %% ../../nbs/70e_notebook.workers.ipynb #311db5ab
+import atexit, os, queue, shutil, time
 from pathlib import Path
 from typing import Callable
 
@@ -132,14 +132,15 @@ def restart(self:Pool):
     self.stop()
     self.start()
 
-# %% ../../nbs/70e_notebook.workers.ipynb #88647c8f
+# %% ../../nbs/70e_notebook.workers.ipynb #fa6b2c78
 @patch
 def _ready(self:Pool):
     "Start ranks, or make sure that they can take code."
     if not self.ranks: return self.start()
-    while self.owed:
+    until = time.monotonic() + 3 # a rank that was interrupted may be about to answer
+    while self.owed and time.monotonic() < until:
         try: rank, message = self.wire.inbox.get(timeout=.2)
-        except queue.Empty: break
+        except queue.Empty: continue
         about = message["msg_type"], message["parent_header"].get("msg_id")
         if about == ("execute_reply", self.owed.get(rank)): self.owed.pop(rank)
     for r in self.ranks:
@@ -151,7 +152,7 @@ def _ready(self:Pool):
                                "run `%dist restart`.")
     if self.stale: self._join()
 
-# %% ../../nbs/70e_notebook.workers.ipynb #dd84047f
+# %% ../../nbs/70e_notebook.workers.ipynb #0518742e
 @patch
 def run(self:Pool,
     code: str, # Source, as in a notebook cell
@@ -159,6 +160,7 @@ def run(self:Pool,
     show: Callable[[Event], None] | None = None, # Called here, in this thread, with all output as it comes
     timeout: float | None = None, # Seconds, after which the ranks are interrupted
     ask: Callable | None = None, # `ask(rank, busy, prompt=…, password=…)` answers a rank's `input`; default: refused
+    count: int | None = None, # Number of the cell, for tracebacks
 ) -> list[RankResult]: # In rank order
     "Run code on the ranks and wait for all of them."
     ranks = list(range(self.n) if ranks is None else ranks)
@@ -166,7 +168,7 @@ def run(self:Pool,
         raise ValueError(f"Rank {bad[0]} was asked for and the ranks are 0 to {self.n - 1}; choose among these.")
     self._ready()
     self._note_source(code)
-    cell = Running(self.wire, code, ranks, show, ask, False, self.sources, timeout, self.silence)
+    cell = Running(self.wire, code, ranks, show, ask, False, self.sources, timeout, self.silence, count)
     try: cell.run()
     finally: self.owed = cell.left | {r: cell.sent[r] for r in cell.pending}
     results = [cell.results[r] for r in ranks]
