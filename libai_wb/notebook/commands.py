@@ -26,7 +26,7 @@ def as_table(
     widths = [max(map(len, column)) for column in zip(*cells)]
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in cells)
 
-# %% ../../nbs/71d_notebook.commands.ipynb #4ee6140c
+# %% ../../nbs/71d_notebook.commands.ipynb #1179e5f1
 _HELP = {
     "status": "what each rank is doing (also plain `%dist`)",
     "start": "-n 4 | --layout dp2tp2 [--gpus 0,1]: start ranks before the first cell does",
@@ -59,7 +59,8 @@ class DistMagics(Magics):
     @line_magic
     def dist(self, line):
         "Look after the ranks of `%%distributed`; `%dist help` lists the commands."
-        verb, *words = shlex.split(line) or ["status"]
+        try: verb, *words = shlex.split(line) or ["status"]
+        except ValueError as e: raise LaunchError(f"%dist {line} cannot be read ({e}); close the quotation.") from None
         if verb not in _HELP:
             raise LaunchError(f"%dist {verb} is not known; write one of {', '.join(_HELP)} behind %dist.")
         try: return getattr(self, f"do_{verb}")(*_take_ranks(words))

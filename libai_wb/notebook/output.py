@@ -13,7 +13,7 @@ from typing import Callable
 from fastcore.basics import patch
 from .results import Event
 
-# %% ../../nbs/70i_notebook.output.ipynb #02c1b0a9
+# %% ../../nbs/70i_notebook.output.ipynb #43f2fde7
 class LineBuffer:
     "Turns pieces of text into whole lines with a prefix."
     def __init__(self,
@@ -29,6 +29,7 @@ class LineBuffer:
         *lines, rest = (self.rest + text).split("\n")
         out = [_last_state(line).rstrip("\r") for line in lines]
         self.rest = _last_state(rest)
+        if len(self.rest) > 100_000 and "\r" not in rest: out, self.rest = [*out, self.rest], "" # no line of a human
         if "\r" in rest: out += self._progress(time.monotonic() if now is None else now)
         elif lines: self.bar = ""
         return "".join(f"{self.prefix}{line}\n" for line in out)
@@ -99,7 +100,7 @@ class Renderer:
             self.buffers[rank, name] = LineBuffer(f"[rank{rank}] ", None if self.area else 30.)
         return self.buffers[rank, name]
 
-# %% ../../nbs/70i_notebook.output.ipynb #e2f79d60
+# %% ../../nbs/70i_notebook.output.ipynb #7b1b44b7
 @patch
 def stream(self:Renderer, rank, name, text):
     "Show text that a rank has written."
@@ -118,14 +119,16 @@ def line(self:Renderer, rank, text):
 def show(self:Renderer, rank, name, text):
     "Show lines as long as the cell has room."
     if not text: return
-    if self.left <= 0: return self.lost[rank].extend(text.splitlines())
+    if self.left <= 0: return self.lost[rank].extend(_short(text))
     kept = "".join(text[:self.left].splitlines(True)[:self.lines])
     self.text(name, kept)
     self.left, self.lines = self.left - len(kept), self.lines - kept.count("\n")
     if self.left > 0 and self.lines > 0: return
     self.left = 0
     self.text("stdout", f"\n[this cell has said too much to show; {self.log} has all of it, `%dist tail` its end]\n")
-    self.lost[rank].extend(text[len(kept):].splitlines())
+    self.lost[rank].extend(_short(text[len(kept):]))
+
+def _short(text, most=1000): return [line[:most] + " …" * (len(line) > most) for line in text[-10 * most:].splitlines()]
 
 # %% ../../nbs/70i_notebook.output.ipynb #9b16a5ef
 @patch

@@ -5,11 +5,12 @@
 # %% auto #0
 __all__ = ['ENTRY', 'rank_env', 'open_session', 'sweep_sessions', 'cut_links', 'serve_rank', 'RankManager', 'RankLink']
 
-# %% ../../nbs/70_notebook.rank.ipynb #3e25fc87
-import asyncio, atexit, faulthandler, json, os, shutil, signal, socket, sys, tempfile, threading, types
+# %% ../../nbs/70_notebook.rank.ipynb #3fef95f8
+import asyncio, atexit, bdb, contextvars, faulthandler, json, os, shutil, signal, socket, sys, tempfile, threading
+import types, warnings
 from pathlib import Path
 
-import psutil, tqdm.std
+import IPython.core.debugger, psutil, tqdm.std
 from fastcore.basics import patch
 from ipykernel.ipkernel import IPythonKernel
 from ipykernel.kernelapp import IPKernelApp
@@ -20,7 +21,7 @@ from ..mesh.processes import die_with_parent
 from ..mesh.room import usable_cores
 from ..mesh.topology import ParallelLayout
 
-# %% ../../nbs/70_notebook.rank.ipynb #be2c2eb6
+# %% ../../nbs/70_notebook.rank.ipynb #ed626b9b
 def rank_env(
     rank: int,
     layout: ParallelLayout, # `layout.world` ranks in all
@@ -31,7 +32,7 @@ def rank_env(
     "Environment variables of one rank."
     n, loopback = layout.world, "lo0" if sys.platform == "darwin" else "lo"
     kept = {k: v for k, v in (os.environ if base is None else base).items()
-            if not k.startswith(("MASTER_", "TORCHELASTIC_"))}
+            if not k.startswith(("MASTER_", "TORCHELASTIC_", "IPYKERNEL_CELL_NAME"))}
     ours = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=n, LOCAL_WORLD_SIZE=n,
                 OMP_NUM_THREADS=max(1, usable_cores() // n), GLOO_SOCKET_IFNAME=loopback, NCCL_SOCKET_IFNAME=loopback,
                 MPLBACKEND="module://matplotlib_inline.backend_inline", IPYTHONDIR=Path(folder)/"ipython",
@@ -46,24 +47,27 @@ def _birth(pid):
     try: return round(psutil.Process(pid).create_time(), 1)
     except psutil.Error: return None
 
-# %% ../../nbs/70_notebook.rank.ipynb #5973f707
+# %% ../../nbs/70_notebook.rank.ipynb #b987c028
 _PREFIX = "libai-wb-ranks-"
+
+def _base():
+    "Where session folders are."
+    base = tempfile.gettempdir()
+    return "/tmp" if len(base) > 60 and os.path.isdir("/tmp") else base
 
 def open_session() -> Path: # A new folder of mode 0700
     "Make the folder of a pool."
-    base = tempfile.gettempdir()
-    if len(base) > 60 and os.path.isdir("/tmp"): base = "/tmp"
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_base()))
     (folder/"state.json").write_text(json.dumps(dict(owner=os.getpid(), birth=_birth(os.getpid()))))
     return folder
 
-# %% ../../nbs/70_notebook.rank.ipynb #334dfcde
+# %% ../../nbs/70_notebook.rank.ipynb #63da3d1c
 def sweep_sessions(
     base: str | os.PathLike | None = None, # Folder that holds session folders
 ) -> list[str]: # Names of the folders removed
     "Remove the session folders of owners that are gone."
     gone = []
-    for state in Path(base or tempfile.gettempdir()).glob(f"{_PREFIX}*/state.json"):
+    for state in Path(base or _base()).glob(f"{_PREFIX}*/state.json"):
         try: owner = json.loads(state.read_text())
         except (OSError, ValueError): continue
         if owner["birth"] != _birth(owner["owner"]):
@@ -97,12 +101,26 @@ def cut_links(
         except OSError: pass # the peer was quicker
     return cut
 
-# %% ../../nbs/70_notebook.rank.ipynb #4e3614cb
+# %% ../../nbs/70_notebook.rank.ipynb #83c90aa2
+def _interrupt_cell(number, frame):
+    "Raise KeyboardInterrupt, if the code of a cell is being run."
+    inner = None
+    while frame:
+        inside = frame.f_code.co_name == "run_code" and frame.f_code.co_filename.endswith("interactiveshell.py")
+        if inside and inner.f_code.co_name == "<module>": raise KeyboardInterrupt
+        frame, inner = frame.f_back, frame
+
+# %% ../../nbs/70_notebook.rank.ipynb #aa007685
 class _RankKernel(IPythonKernel):
     "An IPython kernel that can let go of its peers."
     control_msg_types = [*IPythonKernel.control_msg_types, "release_request"]
 
-    def release_request(self, stream, ident, parent): cut_links(parent["content"]["pids"])
+    def release_request(self, stream, ident, parent):
+        if int(os.environ.get("LIBAI_WB_GENERATION", 0)) <= parent["content"]["generation"]: # else it comes too late
+            cut_links(parent["content"]["pids"])
+        self.session.send(stream, "release_reply", {}, parent, ident=ident)
+
+    def pre_handler_hook(self): self.saved_sigint_handler = signal.signal(signal.SIGINT, _interrupt_cell)
 
     async def execute_request(self, stream, ident, parent):
         if count := parent["content"].get("count"): self.shell.execution_count = count # a traceback says In[count]
@@ -115,20 +133,44 @@ class _RankApp(IPKernelApp):
         context.sndhwm = 0
         super().init_iopub(context)
 
-# %% ../../nbs/70_notebook.rank.ipynb #56fda13d
+# %% ../../nbs/70_notebook.rank.ipynb #d177e5a5
 def _show_places():
     "Let `SIGUSR1` write the stack of the main thread to a file."
     places = Path(os.environ["LIBAI_WB_SESSION"])/f"rank{os.environ['RANK']}.places"
     faulthandler.register(signal.SIGUSR1, file=open(places, "w"), all_threads=False)
+    faulthandler.enable(open(places.with_suffix(".log"), "a")) # a crash says where, too
 
-# %% ../../nbs/70_notebook.rank.ipynb #058164c3
+# %% ../../nbs/70_notebook.rank.ipynb #337c18cf
 def _text_bars():
     "Let tqdm.auto choose text in this process."
     module = types.ModuleType("tqdm.autonotebook")
-    module.tqdm, module.trange = tqdm.std.tqdm, tqdm.std.trange
-    sys.modules[module.__name__] = module
+    module.tqdm = module.tqdm_notebook = tqdm.std.tqdm
+    module.trange = module.tnrange = tqdm.std.trange
+    sys.modules[module.__name__] = sys.modules["tqdm.notebook"] = module
 
-# %% ../../nbs/70_notebook.rank.ipynb #56a089da
+# %% ../../nbs/70_notebook.rank.ipynb #e5c3175d
+def _mend_habits(shell):
+    "Change what is out of place in a rank."
+    shell.push(dict(exit=sys.exit, quit=sys.exit), interactive=False)
+    warnings.filterwarnings("ignore", message="To exit: use")
+    sys.breakpointhook = sys.__breakpointhook__ # debugpy's waits for a debugger to attach and does nothing else
+    IPython.core.debugger.Pdb.cmdloop = _quits_on_interrupt(IPython.core.debugger.Pdb.cmdloop)
+    threading.Thread.start = _with_context(threading.Thread.start)
+
+def _quits_on_interrupt(cmdloop):
+    def loop(self, intro=None):
+        try: return cmdloop(self, intro)
+        except KeyboardInterrupt: raise bdb.BdbQuit from None
+    return loop
+
+def _with_context(start):
+    def start_there(self):
+        context, run = contextvars.copy_context(), self.run
+        self.run = lambda: context.run(run)
+        start(self)
+    return start_there
+
+# %% ../../nbs/70_notebook.rank.ipynb #6593a21c
 ENTRY = "import sys; from libai_wb.notebook.rank import serve_rank; serve_rank(sys.argv[1])"
 
 def serve_rank(
@@ -143,7 +185,7 @@ def serve_rank(
     config.IPCompleter.use_jedi = False # what lives here is known, nothing has to be inferred
     app = _RankApp.instance(connection_file=connection_file, kernel_class=_RankKernel, config=config)
     app.initialize([])
-    sys.breakpointhook = sys.__breakpointhook__ # debugpy's waits for a debugger to attach and does nothing else
+    _mend_habits(app.shell)
     app.start()
     atexit.unregister(app.close) # it can wait ten seconds for a thread that waits for it
 
@@ -155,7 +197,7 @@ class RankManager(AsyncKernelManager):
         argv = [sys.executable, "-c", ENTRY, "{connection_file}"]
         return KernelSpec(argv=argv, display_name="rank", language="python")
 
-# %% ../../nbs/70_notebook.rank.ipynb #506daada
+# %% ../../nbs/70_notebook.rank.ipynb #9484632e
 class RankLink:
     "A rank: its process, the channels to it, and its log."
     def __init__(self,
@@ -165,7 +207,7 @@ class RankLink:
         most: int = 20_000, # Messages in the queue from which on output goes to the log only
     ):
         self.rank, self.folder, self.inbox, self.most = rank, folder, inbox, most
-        self.log, self.process, self.tasks = folder/f"rank{rank}.log", None, []
+        self.log, self.process, self.tasks, self.current = folder/f"rank{rank}.log", None, [], None
 
     async def start(self, context, env):
         "Start the process and listen to it."
@@ -175,7 +217,9 @@ class RankLink:
         with open(self.log, "ab") as log: await self.manager.start_kernel(env=env, stdout=log, stderr=log)
         self.process, self.client = self.manager.provisioner.process, self.manager.client()
         self.client.start_channels(hb=False)
-        heard = self.client.shell_channel, self.client.iopub_channel, self.client.stdin_channel
+        heard = [getattr(self.client, f"{name}_channel") for name in ("shell", "iopub", "stdin", "control")]
+        self.released = asyncio.Event()
+        self.released.set()
         self.tasks = [asyncio.ensure_future(self.listen(channel)) for channel in heard]
 
     async def listen(self, channel):
@@ -183,17 +227,21 @@ class RankLink:
         while True:
             try: message = await channel.get_msg()
             except ValueError: continue # wrong signature or replayed: not from our kernel
-            if message["msg_type"] == "stream": self.keep(message["content"]["text"])
-            spare = message["msg_type"] in _OUTPUT and self.inbox.qsize() >= self.most
+            kind, about = message["msg_type"], message["parent_header"].get("msg_id")
+            if kind == "stream": self.keep(message["content"]["text"])
+            if kind == "release_reply": self.released.set()
+            spare = kind in _OUTPUT and (about != self.current or self.inbox.qsize() >= self.most)
             if not spare: self.inbox.put((self.rank, message))
 
     def keep(self, text):
         "Add text to the log."
-        with open(self.log, "a", encoding="utf-8", errors="replace") as f: f.write(text)
+        try:
+            with open(self.log, "a", encoding="utf-8", errors="replace") as f: f.write(text)
+        except OSError: pass # a full disk costs the log, not the cell
 
 _OUTPUT = ("stream", "display_data", "update_display_data")
 
-# %% ../../nbs/70_notebook.rank.ipynb #19baa46e
+# %% ../../nbs/70_notebook.rank.ipynb #b69c6e54
 @patch
 async def send(self:RankLink,
     code: str, # Source
@@ -205,6 +253,7 @@ async def send(self:RankLink,
     content = dict(code=code, silent=silent, store_history=not silent, allow_stdin=stdin, stop_on_error=False,
                    user_expressions={}, count=count)
     message = self.client.session.msg("execute_request", content)
+    self.current = message["header"]["msg_id"]
     self.client.shell_channel.send(message)
     return message["header"]["msg_id"]
 
@@ -216,7 +265,7 @@ async def ask_completion(self:RankLink,
     "Ask what could stand at the cursor."
     return self.client.complete(code, cursor)
 
-# %% ../../nbs/70_notebook.rank.ipynb #117f2788
+# %% ../../nbs/70_notebook.rank.ipynb #1133edc2
 @patch
 async def tell(self:RankLink,
     order: str, # "release": cut the links to `content["pids"]`; "input": answer a question with `content["value"]`
@@ -224,8 +273,18 @@ async def tell(self:RankLink,
 ):
     "Tell a rank that is busy something."
     if order == "input": return self.client.input(content["value"])
+    self.released.clear()
     self.client.control_channel.send(self.client.session.msg(f"{order}_request", content))
 
+@patch
+async def wait_released(self:RankLink,
+    wait: float = 2., # Most seconds
+):
+    "Wait until the rank has cut its links, if it was told to: it must not cut those that come next."
+    try: await asyncio.wait_for(self.released.wait(), wait)
+    except asyncio.TimeoutError: pass
+
+# %% ../../nbs/70_notebook.rank.ipynb #c17d38a5
 @patch
 async def shut(self:RankLink,
     wait: float, # Seconds to wait for the rank to end by itself

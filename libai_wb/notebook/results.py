@@ -111,12 +111,13 @@ def as_error(
     message = f"{head} ({'; '.join(others)})" if others else head
     return DistributedError(message, [*lines, *others, *[note] * bool(note)], results)
 
-# %% ../../nbs/70a_notebook.results.ipynb #e9eba7f1
-_FAILED = ((.3, "release"), (1.5, "interrupt"), (4., "leave"))
-_STOPPED = ((0., "interrupt"), (.5, "release"), (1., "interrupt"), (4., "leave"))
+# %% ../../nbs/70a_notebook.results.ipynb #71f5cd02
+_FAILED = ((.3, "release"), (1.5, "interrupt"), (2.5, "interrupt"), (4., "leave"))
+_STOPPED = ((0., "interrupt"), (.5, "release"), (1., "interrupt"), (2., "interrupt"), (3., "interrupt"), (4., "leave"))
+_LONG = 20_000 # characters of a message or of a frame of a traceback that are shown
 _KEPT = 1_000_000 # characters of a rank's output that its result holds; the log has all
 
-# %% ../../nbs/70a_notebook.results.ipynb #d933ec83
+# %% ../../nbs/70a_notebook.results.ipynb #be2e355a
 class CellState:
     "What is known of one piece of code."
     def __init__(self, sent, timeout=None, silence=None):
@@ -139,7 +140,7 @@ class CellState:
         "Whether all ranks have answered and their output has come; output that is lost is not waited for."
         if self.pending: return False
         if self.sent.keys() <= self.idle: return True
-        self.end = getattr(self, "end", now + 1)
+        self.end = max(getattr(self, "end", now + 1), self.heard + 1)
         return now > self.end
 
 # %% ../../nbs/70a_notebook.results.ipynb #efdafbe0
@@ -167,14 +168,15 @@ def hear(self:CellState, now):
     "Note that there was a sign of life at `now`."
     if now > self.heard: self.heard, self.wait = now, self.silence
 
-# %% ../../nbs/70a_notebook.results.ipynb #2be8b7c2
+# %% ../../nbs/70a_notebook.results.ipynb #f44a8e9f
 @patch
 def answer(self:CellState, rank, content, when):
     "Note how the code ended on a rank; what comes after a rank was touched was not its own fault."
     result = RankResult(rank, content["status"], when=when)
     if content["status"] == "error":
-        result.ename, result.evalue, result.traceback = (content[k] for k in ("ename", "evalue", "traceback"))
-        excused = result.ename == "KeyboardInterrupt" or self.cause != "failure" and is_echo(result)
+        result.ename, result.evalue = content["ename"], content["evalue"][:_LONG]
+        result.traceback = [text if len(text) < _LONG else f"{text[:_LONG]} …" for text in content["traceback"]]
+        excused = result.ename in ("KeyboardInterrupt", "BdbQuit") or self.cause != "failure" and is_echo(result)
         if self.touched and excused: result = RankResult(rank, "stopped", evalue=self.reason(rank), when=when)
     elif content["status"] != "ok": result.status = "stopped"
     self.results[rank] = result

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['noted_interrupts', 'Wire', 'Running']
 
-# %% ../../nbs/70d_notebook.running.ipynb #33dfdcc9
-import asyncio, os, queue, signal, threading, time
+# %% ../../nbs/70d_notebook.running.ipynb #b6696922
+import asyncio, os, queue, signal, subprocess, sys, threading, time
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Callable
@@ -33,7 +33,7 @@ def noted_interrupts(): # A list that grows
     hits = []
     with _on_interrupt(lambda *_: hits.append(1)): yield hits
 
-# %% ../../nbs/70d_notebook.running.ipynb #eb646410
+# %% ../../nbs/70d_notebook.running.ipynb #150dcc66
 class Wire:
     "What connects a pool to its ranks: links, the queue that they fill, and the thread they live in."
     def __init__(self,
@@ -42,6 +42,7 @@ class Wire:
     ):
         self.folder, self.inbox, self.loop = folder, queue.SimpleQueue(), asyncio.new_event_loop()
         self.links, self.context = [RankLink(r, folder, self.inbox) for r in range(n)], None
+        self.generation, self.guard = 0, None # of the process group; the process that tidies up if this one is killed
         self.thread = threading.Thread(target=self.loop.run_forever, name="libai_wb ranks", daemon=True)
         self.thread.start()
 
@@ -50,6 +51,7 @@ class Wire:
     ):
         "Start the processes, in that thread: on Linux \"die with your parent\" means the parent's *thread*."
         self.all([self._start(envs)])
+        self.guard = _guard(self.folder, [link.process.pid for link in self.links])
 
     async def _start(self, envs):
         self.context = zmq.asyncio.Context()
@@ -64,6 +66,7 @@ class Wire:
         wait: float = 3., # Seconds to wait for the ranks to end by themselves; 0 kills them
     ):
         "End the ranks and the thread."
+        if self.guard: self.guard.kill(), self.guard.communicate()
         self.all([link.shut(wait) for link in self.links if link.process], wait + 10)
         if self.context: self.loop.call_soon_threadsafe(self.context.destroy, 0)
         self.loop.call_soon_threadsafe(self.loop.stop)
@@ -76,7 +79,20 @@ async def _gather(coroutines):
         if isinstance(r, BaseException): raise r
     return results
 
-# %% ../../nbs/70d_notebook.running.ipynb #e2df8a87
+# %% ../../nbs/70d_notebook.running.ipynb #58ed03d2
+_GUARD = """import os, shutil, signal, sys
+sys.stdin.read()
+for pid in map(int, sys.argv[2:]):
+    try: os.killpg(pid, signal.SIGKILL)
+    except OSError: pass
+shutil.rmtree(sys.argv[1], ignore_errors=True)"""
+
+def _guard(folder, pids):
+    "Start the guard of a session."
+    args = [sys.executable, "-I", "-S", "-c", _GUARD, str(folder), *map(str, pids)]
+    return subprocess.Popen(args, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
+
+# %% ../../nbs/70d_notebook.running.ipynb #4b070b77
 class Running(CellState):
     "A piece of code that ranks are at."
     def __init__(self,
@@ -91,17 +107,17 @@ class Running(CellState):
         silence: float | None = None, # Seconds without a word before it is looked where the ranks are
         count: int | None = None, # Number of the cell
     ):
-        self.written = {r: wire.links[r].log.stat().st_size for r in ranks}
-        ids = wire.all([wire.links[r].send(code, silent, ask is not None, count) for r in ranks])
-        super().__init__(dict(zip(ranks, ids)), timeout, silence)
+        super().__init__({}, timeout, silence)
+        self.code, self.ranks, self.options = code, list(ranks), (silent, ask is not None, count)
         self.wire, self.show, self.ask, self.sources = wire, show or (lambda event: None), ask, sources or {}
         self.questions, self.left, self.sample = [], {}, None
 
-# %% ../../nbs/70d_notebook.running.ipynb #33e8efd2
+# %% ../../nbs/70d_notebook.running.ipynb #d7f024b2
 @patch
 def run(self:Running):
     "Wait until every rank has answered; `results` has what they made of it, `left` those that are still busy."
     with noted_interrupts() as self.hits:
+        self.send()
         while not self.settled(time.monotonic()):
             heard = self.receive()
             self.note_deaths()
@@ -111,6 +127,15 @@ def run(self:Running):
     for r, result in self.results.items(): result.text, result.value = "".join(self.text[r]), self.value.get(r)
     return self
 
+@patch
+def send(self:Running):
+    "Let the ranks begin; from here on they are known to be at it."
+    links = [self.wire.links[r] for r in self.ranks]
+    self.written = {link.rank: link.log.stat().st_size for link in links}
+    ids = self.wire.all([link.send(self.code, *self.options) for link in links])
+    self.sent = dict(zip(self.ranks, ids))
+
+# %% ../../nbs/70d_notebook.running.ipynb #3bfdb785
 @patch
 def receive(self:Running): # How many messages there were
     "Take the messages that are there, waiting a little for the first; not for ever, ranks may write without end."
@@ -149,13 +174,14 @@ def note_deaths(self:Running):
         self.results[r] = RankResult(r, "died", evalue=exit_reason(code), when=time.time(), traceback=tail)
         self.idle.add(r)
 
-# %% ../../nbs/70d_notebook.running.ipynb #ca3bebfc
+# %% ../../nbs/70d_notebook.running.ipynb #8c8925f2
 @patch
 def release(self:Running):
     "Cut the links between all ranks, which frees those that wait in a collective."
     alive = [link for link in self.wire.links if link.process.poll() is None]
     pids = [link.process.pid for link in alive]
-    self.wire.all([link.tell("release", pids=[p for p in pids if p != link.process.pid]) for link in alive])
+    told = [dict(pids=[p for p in pids if p != own], generation=self.wire.generation) for own in pids]
+    self.wire.all([link.tell("release", **content) for link, content in zip(alive, told)])
     self.touched = True
 
 @patch
@@ -173,7 +199,7 @@ def leave(self:Running):
         self.results[r], self.left[r] = RankResult(r, "busy", when=time.time()), self.sent[r]
         self.idle.add(r)
 
-# %% ../../nbs/70d_notebook.running.ipynb #c1b22ebd
+# %% ../../nbs/70d_notebook.running.ipynb #2380eaf9
 @patch
 def look(self:Running):
     "Say where the ranks are, and stop them if they wait for each other in vain."
@@ -186,7 +212,7 @@ def look(self:Running):
     if before and self.sample and before[0] == stacks and self.sample[1] - before[1] < .5:
         return self.give_up({r: f"hung at {line}" for r, line in lines.items()}, now)
     if waiting: self.wait = now - self.heard + min(10, self.silence) # look again soon
-    places = "".join(f"[rank{r}] is at {line}\n" for r, line in lines.items())
+    places = "".join(f"[rank{r}] {line}\n" for r, line in lines.items())
     self.show(Event(None, "notice", dict(text=f"[no output for {now - self.heard:.0f} s]\n{places}")))
 
 @patch

@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = ['Frame', 'read_stack', 'waits_in', 'source_line', 'cell_name', 'describe', 'ask_stacks']
 
-# %% ../../nbs/70b_notebook.stacks.ipynb #01cdddc3
+# %% ../../nbs/70b_notebook.stacks.ipynb #51ec8178
 import linecache, os, re, signal, time
 from pathlib import Path
 from typing import NamedTuple
 
-from ipykernel.compiler import get_file_name
+from ipykernel.compiler import get_tmp_hash_seed, murmur2_x86
 
 # %% ../../nbs/70b_notebook.stacks.ipynb #e85951bf
 class Frame(NamedTuple):
@@ -50,14 +50,14 @@ def source_line(
     text = lines[frame.line - 1] if 0 < frame.line <= len(lines) else linecache.getline(frame.file, frame.line)
     return text.strip()
 
-# %% ../../nbs/70b_notebook.stacks.ipynb #0d240836
+# %% ../../nbs/70b_notebook.stacks.ipynb #11751cdd
 _NOT_YOURS = ("-packages/", "/lib/python", "/libai_wb/", "<frozen ")
 
 def cell_name(
     code: str, # Source of a cell, as it was sent to a rank
 ) -> str: # File name (without folders) in the frames of that cell
     "The file name under which IPython compiles a cell."
-    return Path(get_file_name(code)).name
+    return f"{murmur2_x86(code, get_tmp_hash_seed())}.py"
 
 def describe(
     stack: list[Frame],

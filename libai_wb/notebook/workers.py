@@ -36,7 +36,7 @@ def rank_device(
                          "fewer ranks, for --gpus none to compute on the CPU, or for --share-gpu to debug over gloo.")
     return f"cuda:{rank % gpus}"
 
-# %% ../../nbs/70e_notebook.workers.ipynb #ed0d70a5
+# %% ../../nbs/70e_notebook.workers.ipynb #c5c8ab16
 def join_group(
     generation: int, # 0 at the start, one more after each failure
 ) -> tuple: # rank, world size, `torch.device`, `DeviceMesh` or `None`
@@ -46,6 +46,7 @@ def join_group(
     env = os.environ
     rank, world, layout = int(env["RANK"]), int(env["WORLD_SIZE"]), ParallelLayout.parse(env["LIBAI_WB_LAYOUT"])
     found, share = torch.cuda.device_count(), env.get("LIBAI_WB_SHARE_GPU") == "1"
+    env["LIBAI_WB_GENERATION"] = str(generation)
     device, folder = torch.device(rank_device(rank, world, found, share)), Path(env["LIBAI_WB_SESSION"])
     if torch.distributed.is_initialized(): torch.distributed.destroy_process_group()
     if device.type == "cuda": torch.cuda.set_device(device)
@@ -57,7 +58,7 @@ def join_group(
 _JOIN = """from libai_wb.notebook.workers import join_group as _join_group
 rank, world_size, device, mesh = _join_group({})"""
 
-# %% ../../nbs/70e_notebook.workers.ipynb #b2975921
+# %% ../../nbs/70e_notebook.workers.ipynb #f16d40df
 class Pool:
     "Ranks that keep their variables between calls of `run`."
     def __init__(self,
@@ -78,6 +79,14 @@ class Pool:
 
     @property
     def ranks(self) -> list: return self.wire.links if self.wire else [] # `RankLink` of each, none before the start
+
+    def chosen(self,
+        ranks: list[int] | None, # `None`: all
+    ) -> list: # Their `RankLink`s
+        "The links to some ranks."
+        if bad := [r for r in ranks or [] if not 0 <= r < self.n]:
+            raise ValueError(f"Rank {bad[0]} was asked for and the ranks are 0 to {self.n - 1}; choose among these.")
+        return self.ranks if ranks is None else [self.ranks[r] for r in ranks]
 
     def __enter__(self): return self
     def __exit__(self, *_): self.stop()
@@ -101,13 +110,15 @@ def start(self:Pool):
         self.stop(0)
         raise
 
-# %% ../../nbs/70e_notebook.workers.ipynb #9cf84014
+# %% ../../nbs/70e_notebook.workers.ipynb #d7c37401
 @patch
 def _join(self:Pool):
     "Let every rank join a new process group."
+    self.wire.all([link.wait_released() for link in self.ranks])
     code, ranks = _JOIN.format(self.generation), list(range(self.n))
+    self.wire.generation = self.generation
     cell = Running(self.wire, code, ranks, silent=True, timeout=120).run()
-    self.generation += 1
+    self.generation, self.owed, self.stale = self.generation + 1, cell.left, True
     if cell.cause == "interrupt": raise KeyboardInterrupt("the ranks were not ready yet")
     results = [cell.results[r] for r in ranks]
     if error := as_error(results, "The ranks have no process group; try `%dist restart`."): raise error
@@ -152,7 +163,7 @@ def _ready(self:Pool):
                                "run `%dist restart`.")
     if self.stale: self._join()
 
-# %% ../../nbs/70e_notebook.workers.ipynb #0518742e
+# %% ../../nbs/70e_notebook.workers.ipynb #8267f260
 @patch
 def run(self:Pool,
     code: str, # Source, as in a notebook cell
@@ -163,10 +174,8 @@ def run(self:Pool,
     count: int | None = None, # Number of the cell, for tracebacks
 ) -> list[RankResult]: # In rank order
     "Run code on the ranks and wait for all of them."
-    ranks = list(range(self.n) if ranks is None else ranks)
-    if bad := [r for r in ranks if not 0 <= r < self.n]:
-        raise ValueError(f"Rank {bad[0]} was asked for and the ranks are 0 to {self.n - 1}; choose among these.")
     self._ready()
+    ranks = [link.rank for link in self.chosen(ranks)]
     self._note_source(code)
     cell = Running(self.wire, code, ranks, show, ask, False, self.sources, timeout, self.silence, count)
     try: cell.run()
@@ -212,7 +221,7 @@ _OFFER = """import os as _os; from libai_wb.notebook.values import offer as _off
 _offer({}, globals(), _os.environ["LIBAI_WB_SESSION"]).rename(f"{{_os.environ['LIBAI_WB_SESSION']}}/pulled{{rank}}")
 del _offer, _os"""
 
-# %% ../../nbs/70e_notebook.workers.ipynb #bc03a2ad
+# %% ../../nbs/70e_notebook.workers.ipynb #65772765
 @patch
 def run_silently(self:Pool,
     code: str, # Source
@@ -220,7 +229,7 @@ def run_silently(self:Pool,
 ) -> list[int]: # The ranks that ran it
     "Run code on ranks without a trace in their history; raises what they raise."
     self._ready()
-    ranks = list(range(self.n) if ranks is None else ranks)
+    ranks = [link.rank for link in self.chosen(ranks)]
     cell = Running(self.wire, code, ranks, silent=True, silence=self.silence).run()
     self.owed, self.stale = cell.left, self.stale or cell.touched
     if cell.cause == "interrupt": raise KeyboardInterrupt("the ranks were interrupted")
@@ -229,7 +238,7 @@ def run_silently(self:Pool,
     if first: raise as_error(list(cell.results.values()))
     return ranks
 
-# %% ../../nbs/70e_notebook.workers.ipynb #83fdb28e
+# %% ../../nbs/70e_notebook.workers.ipynb #f61cc6b2
 @patch
 def status(self:Pool) -> list[dict]: # rank, pid, device, state, memory (resident, bytes) and last line of output
     "The state of every rank."
@@ -249,17 +258,16 @@ def tail(self:Pool,
 ) -> dict[int, list[str]]: # By rank
     "The last lines that ranks have written."
     found = {}
-    for link in self.ranks if ranks is None else [self.ranks[r] for r in ranks]:
+    for link in self.chosen(ranks):
         with open(link.log, "rb") as f:
             f.seek(max(0, link.log.stat().st_size - 1000 * lines))
             found[link.rank] = f.read().decode(errors="replace").replace("\r", "\n").splitlines()[-lines:]
     return found
 
-# %% ../../nbs/70e_notebook.workers.ipynb #631db96a
+# %% ../../nbs/70e_notebook.workers.ipynb #df6962bf
 @patch
 def stacks(self:Pool,
     ranks: list[int] | None = None, # Default all
 ) -> dict[int, list[Frame]]: # By rank, innermost frame first
     "Where ranks are, whatever they do."
-    chosen = self.ranks if ranks is None else [self.ranks[r] for r in ranks]
-    return ask_stacks({r.rank: r.process.pid for r in chosen if r.process.poll() is None}, self.folder)
+    return ask_stacks({r.rank: r.process.pid for r in self.chosen(ranks) if r.process.poll() is None}, self.folder)
