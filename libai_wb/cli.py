@@ -6,11 +6,12 @@
 __all__ = ['recipes_verb', 'info_verb', 'train_verb', 'eval_verb', 'predict_verb', 'export_verb', 'verify_verb', 'data_verb',
            'main']
 
-# %% ../nbs/80_cli.ipynb #611ac2f3
+# %% ../nbs/80_cli.ipynb #0617f8f4
 import argparse
 import json
 import os
 import sys
+import warnings
 from pathlib import Path
 
 # %% ../nbs/80_cli.ipynb #d032a217
@@ -72,34 +73,35 @@ def train_verb(args):
                 progress=sys.stderr.isatty(), name=Path(args.config).stem)
     if os.environ.get("RANK", "0") == "0": print(run) # under torchrun every rank comes by here
 
-# %% ../nbs/80_cli.ipynb #f05a28f9
+# %% ../nbs/80_cli.ipynb #3fc1a544
 def eval_verb(args):
     "Measure a run, or a recipe with weights, on the test sets of its config."
     from libai_wb.engine.inference import evaluate
-    answer = evaluate(args.source, args.weights, args.layout, args.overrides, args.device, sys.stderr.isatty())
+    overrides = [*args.overrides, *args.strictness]
+    answer = evaluate(args.source, args.weights, args.layout, overrides, args.device, sys.stderr.isatty())
     if os.environ.get("RANK", "0") != "0": return # under torchrun every rank comes by here
     print(answer)
     if args.json: answer.to_json(args.json)
 
-# %% ../nbs/80_cli.ipynb #42f5ee01
+# %% ../nbs/80_cli.ipynb #d829d616
 def predict_verb(args):
     "Say which classes a run, or a recipe with weights, sees in pictures."
     from libai_wb.engine.inference import predict
-    answer = predict(args.source, args.images, args.weights, args.topk, device=args.device)
+    answer = predict(args.source, args.images, args.weights, args.topk, args.strictness, args.device)
     print(json.dumps(answer.to_list(), indent=1) if args.json else answer)
 
-# %% ../nbs/80_cli.ipynb #83694102
+# %% ../nbs/80_cli.ipynb #e880dab6
 def export_verb(args):
     "Write the weights of a run as safetensors with the names of another library."
-    out = Path(args.out)
+    out = Path(args.out or Path(args.run)/f"export-{args.style}")
     if os.path.lexists(out): raise ValueError(f"{out} exists already; choose another name, or remove it.")
-    if out.suffix in (".bin", ".ckpt", ".pt", ".pth"):
-        raise ValueError(f"{out} would not be what its name says: safetensors are written; call it "
-                         f"{out.stem}.safetensors, or name a folder.")
     from libai_wb.engine.checkpoint import save_pretrained
     from libai_wb.engine.runs import Run
     model = Run(args.run).model()
-    file = save_pretrained(model, out, args.style)
+    with warnings.catch_warnings(record=True) as remarks:
+        warnings.simplefilter("always")
+        file = save_pretrained(model, out, args.style)
+    for remark in remarks: print(f"libai-wb: warning: {remark.message}", file=sys.stderr)
     print(f"{type(model).__name__} of {args.run} with the names of {args.style}: {file}, {file.stat().st_size:,} bytes")
 
 # %% ../nbs/80_cli.ipynb #25a1d989
@@ -150,13 +152,15 @@ def _fill_train(verb):
     verb.add_argument("--out", help="run folder; by default a new one under train.output_dir")
     verb.add_argument("--device", choices=("cpu", "cuda"), help="by default cuda where a GPU is visible")
 
-# %% ../nbs/80_cli.ipynb #f711da3a
+# %% ../nbs/80_cli.ipynb #6d970819
 def _add_source(verb):
     "What `eval` and `predict` are about."
     verb.add_argument("source", metavar="RUN|RECIPE", help="run folder; or a shipped recipe or a config file, which "
                                                            "need --weights: random weights are never used")
     verb.add_argument("--weights", metavar="FILE", help="a .safetensors or .pth file, a checkpoint folder or another "
                                                         "run; by default the run's newest checkpoint")
+    verb.add_argument("--no-strict", dest="strictness", action="store_const", default=[],
+                      const=["+train.load_strict=false"], help="take a file that holds more than the model needs, too")
     verb.add_argument("--device", choices=("cpu", "cuda"), help="by default cuda where a GPU is visible")
 
 # %% ../nbs/80_cli.ipynb #69270d4b
@@ -173,11 +177,12 @@ def _fill_predict(verb):
     verb.add_argument("--topk", type=int, default=5, help="classes to show for each picture (default 5)")
     verb.add_argument("--json", action="store_true", help="print JSON in place of a table")
 
-# %% ../nbs/80_cli.ipynb #3b1e2607
+# %% ../nbs/80_cli.ipynb #3bf94039
 def _fill_export(verb):
     verb.add_argument("run", metavar="RUN", help="run folder")
-    verb.add_argument("out", metavar="OUT", help="a .safetensors file, or a folder for a model.safetensors; must not "
-                                                 "exist")
+    verb.add_argument("out", nargs="?", metavar="OUT",
+                      help="a .safetensors file, or a folder for a model.safetensors; must not exist; by default the "
+                           "folder export-STYLE in the run's")
     verb.add_argument("--style", required=True, help="whose names to use: timm, huggingface, mae, libai")
 
 # %% ../nbs/80_cli.ipynb #b71d6935
@@ -203,11 +208,11 @@ def _fill_data(verb):
     verb.add_argument("--download", action="store_true", help="fetch it into ROOT first if it is not there")
     verb.add_argument("--json", metavar="FILE", help="write what was found as JSON")
 
-# %% ../nbs/80_cli.ipynb #0ef358b0
+# %% ../nbs/80_cli.ipynb #b0e2d959
 _VERBS = (("train", train_verb, _fill_train, "vit_nano_digits --layout dp2tp2 train.seed=1"),
           ("eval", eval_verb, _fill_eval, "outputs/vit_nano_digits-dp2 --layout tp2 --json eval.json"),
           ("predict", predict_verb, _fill_predict, "outputs/vit_nano_digits-dp2 a.png b.png --topk 3"),
-          ("export", export_verb, _fill_export, "outputs/vit_nano_digits-dp2 vit.safetensors --style timm"),
+          ("export", export_verb, _fill_export, "outputs/vit_nano_digits-dp2 --style timm"),
           ("verify", verify_verb, _fill_verify, "vit_nano_digits --layouts dp2,tp2,pp2 --steps 8"),
           ("info", info_verb, _fill_layout, "vit_nano_digits --layout dp2pp2"),
           ("recipes", recipes_verb, lambda verb: None, ""),

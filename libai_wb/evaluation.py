@@ -6,7 +6,7 @@
 __all__ = ['DatasetEvaluator', 'DatasetEvaluators', 'hits_at', 'ClsEvaluator', 'ReconstructionEvaluator', 'eval_mode',
            'evaluate_model']
 
-# %% ../nbs/52_evaluation.ipynb #dab186cc
+# %% ../nbs/52_evaluation.ipynb #5da23e38
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ from torch import nn
 from tqdm import tqdm
 
 from .layers.embedding import patchify
-from .layers.loss import masked_error, pixel_targets
+from .layers.loss import IGNORE, check_labels, masked_error, pixel_targets
 from .mesh.pipeline import takes_names
 
 # %% ../nbs/52_evaluation.ipynb #74399a65
@@ -85,23 +85,35 @@ class ClsEvaluator(DatasetEvaluator):
         *hits, rows = self.counts.tolist()
         return {f"Acc@{k}": 100 * h / rows if rows else math.nan for k, h in zip(self.topk, hits)}
 
-# %% ../nbs/52_evaluation.ipynb #d5c1e2cf
+# %% ../nbs/52_evaluation.ipynb #4a209801
 @patch
 def process(self: ClsEvaluator,
     batch: Mapping, # `labels` [b] or [b, classes], `weight` [b] if there are filler rows
     output: torch.Tensor, # Complete logits [b, classes]
 ) -> None: # `counts` has grown
     "Count the hits of one batch."
+    labels = _class_numbers(batch, output)
+    counts = labels != IGNORE
+    if "weight" in batch: counts &= batch["weight"].to(output.device) > 0
+    hits = hits_at(output, labels.clamp(min=0), self.topk).to(torch.int64)
+    hits = torch.cat([hits, torch.ones_like(hits[:, :1])], 1)
+    self.counts = self.counts.to(output.device) + hits[counts].sum(0)
+
+def _class_numbers(batch, output):
+    "The class of every row, or a sentence about why the output cannot be held against one."
+    if not isinstance(output, torch.Tensor) or output.ndim != 2:
+        shape = tuple(getattr(output, "shape", ()))
+        what = f"a tensor of shape {shape}" if shape else f"a {type(output).__name__}"
+        raise ValueError(f"ClsEvaluator needs logits [b, classes] and the model gave {what}; use "
+                         "ReconstructionEvaluator for a masked autoencoder, or an evaluator of your own.")
+    if "labels" not in batch:
+        raise ValueError(f"ClsEvaluator needs labels and the test set has only {', '.join(batch)}; let its samples "
+                         "have some, or use another evaluator.")
     labels = batch["labels"].to(output.device)
     if labels.ndim > 1: labels = labels.argmax(1)
-    if len(labels) != len(output) or not 0 <= labels.min() <= labels.max() < output.shape[1]:
-        raise ValueError(f"{len(labels)} labels from {labels.min()} to {labels.max()} do not fit logits "
-                         f"of shape {tuple(output.shape)}; the model needs a row per label "
-                         f"and a class for each of them.")
-    hits = hits_at(output, labels, self.topk).to(torch.int64)
-    hits = torch.cat([hits, torch.ones_like(hits[:, :1])], 1)
-    if "weight" in batch: hits = hits[batch["weight"].to(output.device) > 0]
-    self.counts = self.counts.to(output.device) + hits.sum(0)
+    if len(labels) == len(output): return check_labels(labels, output.shape[1], batch.get("ids"))
+    raise ValueError(f"{len(labels)} labels do not fit logits of shape {tuple(output.shape)}; the model needs a row "
+                     "per label.")
 
 # %% ../nbs/52_evaluation.ipynb #014f3c74
 class ReconstructionEvaluator(DatasetEvaluator):

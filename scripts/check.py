@@ -26,6 +26,7 @@ ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", "PATH": 
 SMOKE = {  # notebook: parameters as YAML
     "experiments/quickstart.ipynb": "{steps: 4, layouts: [dp2, tp2]}",
     "experiments/timm_alignment.ipynb": "{recipe_name: swin_nano_fashion_mnist, steps: 20, seeds: [0]}",
+    "experiments/distributed_tutorial.ipynb": "{steps: 4}",
     "experiments/mae_fashion_mnist.ipynb": "{pretrain_steps: 20, finetune_steps: 10, seeds: [0]}",
 }
 IN_BARE_VENV = """

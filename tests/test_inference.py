@@ -9,7 +9,7 @@ import pytest
 import timm
 import torch
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from sklearn.datasets import load_digits
 from torch import nn
 
@@ -19,7 +19,7 @@ from libai_wb.data.augment import image_transform
 from libai_wb.data.datasets import ArrayDataset, digits
 from libai_wb.data.loaders import EvalLoader
 from libai_wb.engine.build import load_recipe
-from libai_wb.engine.checkpoint import latest
+from libai_wb.engine.checkpoint import latest, save_pretrained
 from libai_wb.engine.default import train
 from libai_wb.engine.inference import evaluate, predict
 from libai_wb.mesh.launch import run_ranks
@@ -145,6 +145,13 @@ def test_exported_weights_come_back(run, tmp_path, capsys):
     for style in ("timm", "huggingface", "libai"):
         assert main(["export", str(run.path), str(tmp_path/style), "--style", style]) == 0
         assert f"VisionTransformer of {run.path} with the names of {style}" in capsys.readouterr().out
+        if style == "timm": # the place by default, and again
+            assert main(["export", str(run.path), "--style", style]) == 0
+            place = run.path/"export-timm"/"model.safetensors"
+            assert str(place) in capsys.readouterr().out
+            assert place.read_bytes() == (tmp_path/style/"model.safetensors").read_bytes()
+            assert main(["export", str(run.path), "--style", style]) == 2
+            assert "export-timm exists already" in capsys.readouterr().err
         layout = "tp2" if style == "huggingface" else "1"
         found = evaluate(recipe("unused"), weights=tmp_path/style/"model.safetensors", layout=layout, **QUIET)
         assert found.metrics == run.summary["metrics"]
@@ -246,6 +253,37 @@ def test_predict_in_a_shell(run, files):
     paths, images = files
     answers = json.loads(shell("predict", run.path, *paths[:2], "--topk", "2", "--json", paths[2]))
     assert answers == run.predict(paths[:3], topk=2).to_list()
+
+
+def test_a_file_that_holds_more_is_taken_on_request(run, files, tmp_path, capsys):
+    "What has no place is left out; a weight that the model misses is never drawn in its place."
+    file = save_pretrained(run.model(), tmp_path/"more.safetensors")
+    state = load_file(file)
+    save_file(state | {"extra": torch.zeros(1)}, file)
+    calls = ["eval", str(run.path), "--weights", str(file)], ["predict", str(run.path), files[0][0], "--weights", str(file)]
+    for words in calls:
+        assert main(words) == 2
+        assert "1 tensor unexpected (extra)" in (said := capsys.readouterr().err) and "--no-strict" in said
+        assert main([*words, "--no-strict"]) == 0
+    save_file({k: t for k, t in state.items() if k != "norm.bias"}, file)
+    for words in calls:
+        assert main(words) == 2 and "--no-strict" not in capsys.readouterr().err
+        assert main([*words, "--no-strict"]) == 2
+        assert "has no 'norm.bias' of the size" in capsys.readouterr().err
+
+
+def test_export_says_what_a_file_cannot(tmp_path, capsys):
+    "A line on stderr about an eps that timm's reader has to be told; a model that timm has not is refused."
+    short = ["train.train_iter=1", "train.evaluation.enabled=false"]
+    made = train(recipe(tmp_path), overrides=[*short, "+model.norm_eps=1e-5"], name="eps", progress=False)
+    assert main(["export", str(made.path), "--style", "timm"]) == 0
+    said = capsys.readouterr().err
+    assert said.startswith("libai-wb: warning: VisionTransformer has norm_eps=1e-05") and said.count("\n") == 1
+    over = [*short, "+model.ape=true", f"train.output_dir={tmp_path}"]
+    swin = train("swin_nano_digits", overrides=over, progress=False)
+    assert main(["export", str(swin.path), "--style", "timm"]) == 2
+    assert "SwinTransformer has ape=True, and timm" in capsys.readouterr().err
+    assert not (swin.path/"export-timm").exists()
 
 
 @pytest.mark.parametrize("words, sentence", [

@@ -15,10 +15,12 @@ from libai_wb.layers.embedding import sincos_positions
 from libai_wb.mesh.collectives import local
 from libai_wb.mesh.launch import make_mesh, run_ranks
 from libai_wb.mesh.parallelize import logical, parallelize
+from libai_wb.mesh.rng import name_draws
 from libai_wb.mesh.topology import ParallelLayout
-from libai_wb.models.mae import MaskedAutoencoder
+from libai_wb.models.mae import MaskedAutoencoder, show_reconstruction
 from libai_wb.models.registry import create_model, model_spec
-from libai_wb.models.vit import LinearProbe, VisionTransformer, from_timm_state_dict, to_timm_state_dict
+from libai_wb.models.vit import LinearProbe, VisionTransformer
+from libai_wb.models.weights import from_foreign, to_foreign
 
 SIZES = dict(img_size=12, patch_size=3, in_chans=3, embed_dim=32, depth=2, num_heads=4, decoder_embed_dim=16,
              decoder_depth=2, decoder_num_heads=2)
@@ -90,6 +92,23 @@ def reference(dtype, norm_pix_loss):
     out.loss.backward()
     grads = official({k: p.grad for k, p in model.named_parameters() if p.grad is not None})
     return state, (out.logits.detach(), out.mask, out.loss.item()), grads
+
+
+def test_a_model_built_by_hand_is_usable(tmp_path):
+    "Weights of transformers, a forward in evaluation and a picture, with no word about names; masks as create_model's."
+    from libai_wb.engine.checkpoint import load_pretrained
+    other = theirs(torch.float32, False)
+    other.save_pretrained(tmp_path)
+    model, named = MaskedAutoencoder(**SIZES).eval(), create_model("mae_vit_base_patch16_224", **SIZES).eval()
+    for each in (model, named): load_pretrained(each, tmp_path)
+    images, rows = batch(torch.float32)["images"], torch.arange(6)
+    noise = model.masking.uniform(images, rows, torch.zeros_like(rows), (16,))
+    with torch.no_grad(): out, want = model(images), other.eval()(images, noise=noise)
+    assert torch.equal(out["mask"], want.mask) and torch.equal(out["mask"], named(images)["mask"])
+    assert (out["pred"] - want.logits).abs().max() <= 1e-5 * want.logits.abs().max()
+    figure = show_reconstruction(model, images[:2])
+    assert [line.get_ylabel() for line in figure.axes[::2]] == ["original", "seen", "reconstruction"]
+    assert not torch.equal(name_draws(model, seed=1)(images)["mask"], out["mask"])
 
 
 def mae_in_layout(rank, world, layout, dtype, norm_pix_loss, state):
@@ -225,8 +244,7 @@ def vit_twins(dtype, mesh=None, **more):
     from timm.models.vision_transformer import VisionTransformer as TimmViT
     theirs, ours = TimmViT(**VIT | more, init_values=.1).to(dtype), VisionTransformer(**VIT | more, init_values=.1).to(dtype)
     draw_all(theirs)
-    state = {k.replace("fc_norm", "norm"): v for k, v in from_timm_state_dict(theirs.state_dict(), 4).items()}
-    ours.load_state_dict(state)
+    ours.load_state_dict(from_foreign(ours, theirs.state_dict()))
     return theirs, parallelize(ours, mesh)
 
 
@@ -242,8 +260,8 @@ def vit_in_layout(rank, world, layout, dtype):
     step = TrainStep(ours, torch.optim.SGD(ours.parameters(), lr=0.), mesh, acc=lay.pp)
     out = step.predict(dict(images=images))
     step(dict(images=images, labels=labels))
-    found = to_timm_state_dict({k: logical(p.grad) for k, p in ours.named_parameters()}, 4)
-    grads = {k.replace("fc_norm", "norm"): p.grad for k, p in theirs.named_parameters()}
+    found = to_foreign(ours, {k: logical(p.grad) for k, p in ours.named_parameters()})
+    grads = {k: p.grad for k, p in theirs.named_parameters()}
     floor = 1e-3 * max(g.norm() for g in grads.values())
     off = max(((g - grads[k]).norm() / max(grads[k].norm(), floor)).item() for k, g in found.items())
     return 0. if out is None else ((out - wanted).abs().max() / wanted.abs().max()).item(), off, sorted(found)
@@ -255,7 +273,7 @@ def test_vit_with_layer_scale_and_mean_pooling_is_timms(dtype, tol_out, tol_grad
         ranks = run_ranks(vit_in_layout, ParallelLayout.parse(layout).world, layout, dtype)
         assert max(out for out, _, _ in ranks) <= tol_out and max(grad for _, grad, _ in ranks) <= tol_grad, layout
         names = {k for *_, part in ranks for k in part}
-        assert {"blocks.2.ls1.gamma", "blocks.0.ls2.gamma", "norm.weight"} <= names and len(names) == 3 * 14 + 8
+        assert {"blocks.2.ls1.gamma", "blocks.0.ls2.gamma", "fc_norm.weight"} <= names and len(names) == 3 * 14 + 8
 
 
 @pytest.mark.parametrize("pool", ["token", "avg"])

@@ -69,6 +69,16 @@ def test_layouts_follow(dtype):
     assert answer.ok, f"\n{answer}"
 
 
+def test_copies_of_a_sample_follow():
+    "Repeated augmentation: three copies of a digit are three pictures with draws of their own, in every layout."
+    cfg = recipe()
+    cfg.dataloader.train.repeats = 3
+    ids = build_training(cfg).loader.batch(0)["ids"]
+    assert len(ids.unique()) == 64 and len((ids % 200).unique()) == 22
+    answer = verify(cfg, ["dp2", "dp2tp2pp2"], steps=4, progress=False)
+    assert answer.ok, f"\n{answer}"
+
+
 def test_workers_and_the_device_change_nothing():
     "Two loader workers, and mixup after the batch has moved, against none and before."
     plain = build_training(recipe())

@@ -13,10 +13,11 @@ import pytest
 import torch
 from PIL import Image
 from torchvision import datasets as theirs
+from torchvision.transforms import InterpolationMode
 
 from libai_wb.cli import main
 from libai_wb.compat import _OPTIONS, port_config
-from libai_wb.config import LazyConfig, diff, get_config, instantiate
+from libai_wb.config import LazyConfig, diff, get_config, instantiate, locate
 from libai_wb.data.folders import cifar100
 from libai_wb.engine.build import (build_optimizer, build_plain, load_recipe, recipe_lines, recipe_names, remarks,
                                    scale_iterations)
@@ -121,6 +122,17 @@ NUMBERS = dict(
     mae_pretrain_imagenet=(2.4e-3, .05, 4096, 800, None, 40, 0., 0., 224, None),
     mae_finetune_imagenet=(2e-3, .05, 1024, 100, None, 5, 0., 1e-6, 224, .1),
     deit3_imagenet=(4e-3, .05, 2048, 800, 1., 5, 2.5e-4, 1e-5, 224, .05))
+
+
+def test_deit3_follows_the_official_command():
+    "facebookresearch/deit, README_revenge.md: --opt fusedlamb, whose eps is main.py's --opt-eps, and --repeated-aug."
+    cfg = load_recipe("deit3_imagenet")
+    assert (cfg.optim.eps, cfg.dataloader.train.repeats, cfg.model.init_values) == (1e-8, 3, 1e-4)
+    cfg.dataloader.train.dataset = list(range(768 * 8))  # three copies of each picture, and an epoch of the same length
+    loader = instantiate(cfg.dataloader.train, global_batch=768, mixup_func=None)
+    ids = loader.global_ids(0)[0]
+    assert loader.steps_per_epoch == 8 and len(set(ids.tolist())) == 768
+    assert (np.bincount(ids % 6144)[ids % 6144] == 3).all()
 
 
 @pytest.mark.parametrize("name", NUMBERS)
@@ -243,7 +255,7 @@ def test_one_run_starts_another(tmp_path):
 
 NAMES = (("libai\\b", "libai_wb"), ("flowvision", "libai_wb.vision"), ("oneflow", "torch"))
 SHORT = ["train.train_micro_batch_size=2", "train.num_accumulation_steps=1", "train.train_iter=2", "train.train_epoch=0",
-         "dataloader.train.num_workers=0", "train.evaluation.enabled=false"]
+         "dataloader.train.num_workers=0", "dataloader.test[0].num_workers=0", "train.evaluation.enabled=false"]
 
 
 @pytest.fixture(scope="module")
@@ -289,7 +301,26 @@ def test_libais_recipe_trains(name, ported, capsys):
     for key in ("graph.auto_parallel", "train.nccl_fusion_threshold_mb", "train.nccl_fusion_max_ops"):
         assert len([line for line in said if f"LiBai's {key} (" in line]) == 1
     assert any("train.amp" in line for line in said) == name.endswith("imagenet")
+    use_without_the_recipe(run, next((ported/"imagenet"/"val").rglob("*.JPEG")), capsys)
     shutil.rmtree(run)
+
+
+def use_without_the_recipe(run, picture, capsys):
+    "Evaluate, ask and export by what stands in the run's config.yaml; its pictures are prepared as in training."
+    assert "???" not in (run/"config.yaml").read_text()
+    assert main(["eval", str(run)]) == 0 and main(["predict", str(run), str(picture), "--topk", "1"]) == 0
+    assert main(["export", str(run), str(run/"out.safetensors"), "--style", "libai"]) == 0
+    out = capsys.readouterr()
+    assert "Acc@1" in out.out and picture.name in out.out and out.err == ""
+    where = "dataloader.test.dataset.transform.transforms[0].interpolation"
+    size = load_recipe(run/"config.yaml").model.img_size
+    for part in ("train", "test"):
+        cfg = load_recipe(run/"config.yaml", [f"{where}=nearest"])
+        transform = instantiate(cfg.dataloader[part].dataset.transform)
+        assert transform(Image.open(picture).convert("RGB")).shape == (3, size, size)
+    assert transform.transforms[0].interpolation is InterpolationMode.NEAREST
+    assert main(["eval", str(run), f"{where}=nearst"]) == 2
+    assert "'nearst' is no InterpolationMode: write NEAREST" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", LIBAIS)
@@ -299,6 +330,8 @@ def test_libais_recipe_describes_the_shipped_one(name, ported):
     a, b = build_plain(theirs), build_plain(ours)
     assert {n: p.shape for n, p in a.named_parameters()} == {n: p.shape for n, p in b.named_parameters()}
     assert {m.p for m in a.modules() if hasattr(m, "p")} == {m.p for m in b.modules() if hasattr(m, "p")}
+    norms = [{n: m.eps for n, m in model.named_modules() if isinstance(m, torch.nn.LayerNorm)} for model in (a, b)]
+    assert norms[0] == norms[1] and set(norms[0].values()) == {1e-5}
     steps = [build_optimizer(cfg, model, 1000, 50) for cfg, model in ((theirs, a), (ours, b))]
     for key in ("lr", "betas", "eps"): assert len({str(o.defaults[key]) for o, _ in steps}) == 1
     assert steps[0][1].lr_at(700)[0] == pytest.approx(steps[1][1].lr_at(700)[0], rel=1e-12)
@@ -341,9 +374,27 @@ def test_names_of_libais_modules():
     from libai_wb.models import SwinTransformer, SwinTransformerV2, VisionTransformer
     from libai_wb.models.swin_transformer import SwinTransformer as swin
     from libai_wb.models.swin_transformer_v2 import SwinTransformerV2 as swin_v2
+    from libai_wb.models.build import build_model
     from libai_wb.models.utils import GraphBase
     from libai_wb.models.vision_transformer import VisionTransformer as vit
+    from libai_wb.data.samplers import CyclicSampler, SingleRoundSampler
+    from libai_wb.data.structures import DistTensorData, Instance
     assert (swin, swin_v2, vit) == (SwinTransformer, SwinTransformerV2, VisionTransformer)
+    assert isinstance(build_model(get_config("common/models/vit.py").vit_tiny_patch16_224), VisionTransformer)
+    assert Instance(x=DistTensorData(torch.arange(3), placement_idx=-1)).x.tolist() == [0, 1, 2]
+    assert next(iter(CyclicSampler(range(8), 4))) == next(iter(SingleRoundSampler(range(8), 4))) == [0, 1, 2, 3]
+
+
+def test_the_porting_table_names_modules_exactly():
+    "Every dotted name of this library in docs/porting.md is found; where names stay the same, sed finds them."
+    text = (HERE.parent/"docs/porting.md").read_text()
+    for name in set(re.findall(r"`(libai_wb(?:\.\w+)+)`", text)): locate(name)
+    same = re.findall(r"^\| (`libai\.[^|]*) \| the same names? in `([\w.]+)`", text, re.M)
+    assert len(same) > 8
+    for theirs, module in same:
+        names = re.findall(r"`([\w.]+)`", theirs)
+        assert names[0].rpartition(".")[0].replace("libai", "libai_wb") == module
+        for name in names: locate(f"{module}.{name.rpartition('.')[2]}")
 
 
 def test_the_porting_table_names_every_key():

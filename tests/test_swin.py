@@ -21,8 +21,9 @@ from libai_wb.mesh.parallelize import logical, parallelize
 from libai_wb.mesh.pipeline import Accumulate, Pipeline, StageModule, stage_of
 from libai_wb.mesh.topology import ParallelLayout
 from libai_wb.models.registry import create_model, list_models, model_spec
-from libai_wb.models.swin import SwinTransformer, from_timm_swin
+from libai_wb.models.swin import SwinTransformer
 from libai_wb.models.swin_v2 import SwinTransformerV2
+from libai_wb.models.weights import from_foreign
 
 SHAPES = {  # tokens per side in every stage, and what the windows of 4 do there
     "even": dict(img_size=16, embed_dim=16, depths=(2, 2), num_heads=(2, 4)),  # 8 shifts, 4 is one window
@@ -76,7 +77,7 @@ def twins(source, shape, dtype):
     sizes = SHAPES[shape] | COMMON
     theirs, ours = reference(source, sizes).to(dtype), OURS[source](in_chans=3, **sizes).to(dtype)
     def convert(state):
-        if source.startswith("timm"): return from_timm_swin(state, sizes["num_heads"])
+        if source.startswith("timm"): return from_foreign(ours, state)
         return from_vision(state, sizes["num_heads"], "v2" in source)
     draw_all(theirs)
     ours.load_state_dict(convert(theirs.state_dict()))
@@ -92,8 +93,8 @@ def copy_buffers(theirs, ours, convert):
             assert not value.any()
             continue
         path, _, leaf = name.rpartition(".")
-        [name] = convert({f"{path}.*": 0})  # tables are no weights, so the converter would leave them out
-        name = name.replace("*", "attn.shift_mask" if leaf == "attn_mask" else leaf)
+        path = path if path.startswith("layers.") else next(iter(convert({f"{path}.*": 0}))).removesuffix(".*")
+        name = f"{path}.{'attn.shift_mask' if leaf == 'attn_mask' else leaf}"  # tables are no weights
         torch.testing.assert_close(mine[name], value.view_as(mine[name]), rtol=1e-6, atol=0)
         mine[name].copy_(value.view_as(mine[name]))
         taken.add(name)
@@ -180,6 +181,36 @@ def test_head_order_matters():
     assert (ours(images) - theirs(images)).abs().max() > 1e-3
 
 
+def check_features(rank, n, layout):
+    "Deviation from timm of what both versions say without a head, None where this rank has no output."
+    mesh, answer = make_mesh(ParallelLayout.parse(layout)) if n > 1 else None, []
+    sizes = SHAPES["padded"] | COMMON | dict(num_classes=0)
+    for source in ("timm", "timm_v2"):
+        theirs, ours = reference(source, sizes).double(), OURS[source](in_chans=3, **sizes).double()
+        convert = lambda state: from_foreign(ours, state)
+        draw_all(theirs)
+        ours.load_state_dict(convert(theirs.state_dict()))
+        copy_buffers(theirs, ours, convert)
+        batch = data("padded", torch.float64)
+        want = theirs(batch["images"]).detach()
+        got = runner(parallelize(ours, mesh), mesh).predict(batch)
+        answer.append(None if got is None else ((got - want).abs().max() / want.abs().max()).item())
+    return answer
+
+
+@pytest.mark.parametrize("layout", ["1", "tp2", "pp2"])
+def test_features_without_a_head(layout, recwarn):
+    "The mean of the normed tokens, as timm's `num_classes=0`; there is no empty layer, and nothing to train."
+    found = run_ranks(check_features, 2, layout) if layout != "1" else [check_features(0, 1, layout)]
+    outputs = [out for answer in found for out in answer if out is not None]
+    assert len(outputs) >= 2 and max(outputs) <= 1e-12
+    model = SwinTransformer(img_size=16, embed_dim=8, depths=(1,), num_heads=(2,), window_size=2, num_classes=0)
+    assert not [k for k in model.state_dict() if k.startswith("head")] and model.facts().classes == 0
+    assert not [w for w in recwarn if "zero-element" in str(w.message)]
+    with pytest.raises(ValueError, match="SwinTransformer with num_classes=0 has no head to train"):
+        model.loss(torch.zeros(2, 8), dict(labels=torch.zeros(2, dtype=torch.int64)))
+
+
 @pytest.mark.parametrize("name", [n for n in list_models("swin*") if "nano" not in n and "c24" not in n])
 def test_named_variants_have_timms_shapes(name):
     target, arguments = model_spec(name)
@@ -202,7 +233,7 @@ def test_first_weights_are_timms_in_kind():
                           TimmSwin(depths=(1, 2), num_heads=(3, 6))),
                          (create_model("swinv2_tiny_window8_256", depths=(1, 2), num_heads=(3, 6)),
                           TimmSwinV2(img_size=256, window_size=8, depths=(1, 2), num_heads=(3, 6)))]:
-        theirs = from_timm_swin(theirs.state_dict(), (3, 6))
+        theirs = from_foreign(ours, theirs.state_dict())
         for name, value in ours.state_dict().items():
             if name.startswith("patch_embed.proj"): continue  # a convolution's own start, in both
             a, b = value.double(), theirs[name].double()

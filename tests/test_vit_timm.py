@@ -12,7 +12,8 @@ from libai_wb.mesh.launch import make_mesh, run_ranks
 from libai_wb.mesh.parallelize import logical, parallelize
 from libai_wb.mesh.topology import ParallelLayout
 from libai_wb.models.registry import create_model, list_models, model_spec
-from libai_wb.models.vit import VisionTransformer, from_timm_state_dict, to_timm_state_dict
+from libai_wb.models.vit import VisionTransformer
+from libai_wb.models.weights import from_foreign, to_foreign
 
 HEADS = 4
 SIZES = dict(img_size=16, patch_size=4, in_chans=3, num_classes=10, embed_dim=32, depth=3, num_heads=HEADS)
@@ -30,7 +31,7 @@ def twins(dtype, qkv_bias=True):
     "timm's model and ours with the same weights and buffers."
     theirs, ours = (make(**SIZES, qkv_bias=qkv_bias).to(dtype) for make in (TimmViT, VisionTransformer))
     draw_all(theirs)
-    ours.load_state_dict(from_timm_state_dict(theirs.state_dict(), HEADS))
+    ours.load_state_dict(from_foreign(ours, theirs.state_dict()))
     return theirs, ours
 
 
@@ -42,7 +43,7 @@ def batch(dtype):
 
 def grads_in_timm_order(model):
     "Gradients by timm's names."
-    return to_timm_state_dict({k: p.grad for k, p in model.named_parameters()}, HEADS)
+    return to_foreign(model, {k: p.grad for k, p in model.named_parameters()})
 
 
 @pytest.mark.parametrize("qkv_bias", [True, False])
@@ -75,14 +76,14 @@ def test_norm_eps_matters():
     "LiBai's eps gives other outputs than timm's, far above the tolerance."
     theirs, _ = twins(torch.float64)
     other = VisionTransformer(**SIZES, norm_eps=1e-5).double()
-    other.load_state_dict(from_timm_state_dict(theirs.state_dict(), HEADS))
+    other.load_state_dict(from_foreign(other, theirs.state_dict()))
     images, _ = batch(torch.float64)
     assert (other(images) - theirs(images)).abs().max() > 1e-10
 
 
 def test_round_trip_and_buffers():
     theirs, ours = twins(torch.float32)
-    back = to_timm_state_dict(ours.state_dict(), HEADS)
+    back = to_foreign(ours, ours.state_dict())
     assert list(back) == list(theirs.state_dict())
     for name, value in theirs.state_dict().items(): assert torch.equal(back[name], value), name
     fresh = TimmViT(**SIZES)

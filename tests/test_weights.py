@@ -1,9 +1,11 @@
 "Weights of transformers, timm, MAE, Microsoft's Swin and LiBai in and out: same outputs, same bits, every known trap."
 import argparse
+import json
 import os
 import re
 import weakref
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from libai_wb.engine import checkpoint
+from libai_wb.engine import checkpoint, pretrained
 from libai_wb.engine.checkpoint import load_pretrained, save_pretrained, save_weights
 from libai_wb.engine.runs import Run
 from libai_wb.engine.weight_files import open_weights
@@ -31,6 +33,8 @@ from libai_wb.models.swin_v2 import SwinTransformerV2
 from libai_wb.models.vit import VisionTransformer
 
 # timm and transformers are imported where they are used: ranks import this file too
+
+pytestmark = pytest.mark.filterwarnings("ignore:.* has norm_eps=1e-12")  # OURS have transformers' eps
 
 VIT = dict(img_size=12, patch_size=3, embed_dim=32, depth=2, num_heads=4, num_classes=5)
 SWIN = dict(img_size=32, patch_size=2, embed_dim=8, depths=(2, 2, 2), num_heads=(2, 4, 8), window_size=4, num_classes=5,
@@ -90,7 +94,6 @@ def timm_model(kind):
     if kind == "swin_v2": return SwinV2(**SWIN)
     if kind == "vit_avg": return ViT(**VIT, global_pool="avg")
     if kind == "dinov2": return ViT(**VIT | dict(num_classes=0), init_values=1e-5)
-    from functools import partial
     return ViT(**VIT, norm_layer=partial(torch.nn.LayerNorm, eps=1e-12))
 
 
@@ -219,13 +222,106 @@ def test_round_trip_is_equal_bit_by_bit(kind, style, tmp_path):
     assert save_pretrained(again, tmp_path/"again", style).read_bytes() == first
 
 
-def test_what_others_have_no_model_for(tmp_path):
-    headed = VisionTransformer(**VIT, init_values=1e-5)
-    for model, style, words in [(ours("vit_avg"), "huggingface", "averages its patches"),
-                                (headed, "huggingface", "head sees the patches too"),
-                                (ours("swin"), "mae", "use one of timm, huggingface")]:
-        with pytest.raises(ValueError, match=words): save_pretrained(model, tmp_path, style)
-    assert not list(tmp_path.iterdir())
+SIDE = dict(img_size=32, patch_size=4, embed_dim=16, depths=(2, 2), num_heads=(2, 4), window_size=4, num_classes=5,
+            drop_path_rate=0.)
+MODELS = {"vit": (VisionTransformer, VIT), "swin": (SwinTransformer, SIDE),
+          "swin_v2": (SwinTransformerV2, SIDE | dict(pretrained_window_sizes=(0, 0)))}
+
+
+def read_by_transformers(folder):
+    "The model that a folder holds for transformers, in float64."
+    import transformers as T
+    kind = json.loads((folder/"config.json").read_text())["architectures"][0]
+    made, info = getattr(T, kind).from_pretrained(folder, dtype=torch.float64, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"], info
+    return made.eval()
+
+
+def read_by_timm(kind, options, folder, **more):
+    "timm's model of the same sizes with the weights in a folder."
+    from timm.models.swin_transformer import SwinTransformer as Swin
+    from timm.models.swin_transformer_v2 import SwinTransformerV2 as SwinV2
+    from timm.models.vision_transformer import VisionTransformer as ViT
+    known = {k: v for k, v in options.items() if k not in ("ape", "patch_norm", "qk_scale", "norm_eps")}
+    made = {"vit": ViT, "swin": Swin, "swin_v2": SwinV2}[kind](**known, **more).double().eval()
+    made.load_state_dict(load_file(folder/"model.safetensors"))
+    return made
+
+
+def as_read(kind, options, style, folder, **more):
+    "Does the library of a style compute what the model does that was written?"
+    cls, sizes = MODELS[kind]
+    model = draw_all(cls(**sizes | options))
+    save_pretrained(model, folder, style)
+    reader = read_by_transformers if style == "huggingface" else partial(read_by_timm, kind, sizes | options, **more)
+    side = (sizes | options)["img_size"]
+    x = torch.randn(3, 3, side, side, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    with torch.no_grad(): out, want = reader(folder)(x), model(x)
+    out = out if isinstance(out, torch.Tensor) else out.logits if "logits" in out else out.pooler_output
+    return close(out, want, 1e-10)
+
+
+UNLIKE = [("swin", dict(patch_norm=False), "timm huggingface", "patch_norm=False"),
+          ("swin_v2", dict(patch_norm=False), "timm huggingface", "patch_norm=False"),
+          ("swin", dict(qk_scale=.5), "timm huggingface", "qk_scale=0.5"),
+          ("swin", dict(ape=True), "timm", "ape=True.*style='huggingface' or 'libai_wb'"),
+          ("swin_v2", dict(ape=True), "timm huggingface", "ape=True.*style='libai_wb'"),
+          ("swin", dict(norm_eps=1e-2), "huggingface", "norm_eps=0.01.*style='timm' or"),
+          ("swin_v2", dict(norm_eps=1e-2), "huggingface", "norm_eps=0.01.*style='timm' or"),
+          ("swin", dict(window_size=8), "huggingface", "a window_size that shrinks from 8 to 4.*style='timm' or"),
+          ("swin", dict(window_size=16), "huggingface", "a window_size that shrinks from 8 to 4"),
+          ("swin", dict(window_size=6), "huggingface", "a window_size that shrinks from 6 to 4"),
+          ("swin_v2", dict(window_size=6), "huggingface", "img_size=32 whose windows"),
+          ("swin", dict(img_size=36), "huggingface", "img_size=36 whose windows"),
+          ("swin_v2", dict(img_size=36), "huggingface", "img_size=36 whose windows"),
+          ("swin_v2", dict(img_size=24, window_size=3, depths=(1, 1, 1), num_heads=(2, 4, 8),
+                           pretrained_window_sizes=(0, 0, 0)), "huggingface", "img_size=24 whose windows"),
+          ("vit", dict(global_pool="avg"), "huggingface", "global_pool='avg'.*style='timm' or"),
+          ("vit", dict(init_values=.1), "huggingface", "init_values and a head"),
+          ("vit", dict(init_values=.1, num_classes=0, mlp_ratio=3.5), "huggingface", "mlp_ratio=3.5")]
+
+
+@pytest.mark.parametrize("kind, options, style, words", [
+    (k, o, style, w) for k, o, styles, w in UNLIKE for style in styles.split()])
+def test_what_others_have_no_model_for(kind, options, style, words, tmp_path, monkeypatch):
+    "Refused before anything is written; and rightly, for without the refusal they read another model, or none."
+    with pytest.raises(ValueError, match=words) as e: as_read(kind, options, style, tmp_path)
+    assert not list(tmp_path.iterdir()) and str(e.value).count("\n") == 0
+    monkeypatch.setattr(pretrained, "check_style", lambda *args: None)
+    try: assert not as_read(kind, options, style, tmp_path)
+    except (RuntimeError, ValueError, TypeError, AssertionError): pass  # they say so themselves
+
+
+ALIKE = [("vit", dict(norm_eps=1e-2), "huggingface"), ("vit", dict(mlp_ratio=3.3), "huggingface"),
+         ("vit", dict(qkv_bias=False), "timm huggingface"), ("swin", dict(mlp_ratio=3.3), "timm huggingface"),
+         ("swin_v2", dict(mlp_ratio=3.3), "timm huggingface"), ("swin", dict(qkv_bias=False), "timm huggingface"),
+         ("swin", dict(window_size=6), "timm"), ("swin", dict(img_size=36), "timm"),
+         ("swin", dict(ape=True), "huggingface"),
+         ("swin", dict(window_size=8, depths=(2,), num_heads=(2,)), "huggingface"),
+         ("swin_v2", dict(window_size=16), "timm huggingface"), ("swin_v2", dict(qkv_bias=False), "timm huggingface"),
+         ("swin_v2", dict(pretrained_window_sizes=(6, 3)), "timm huggingface"),
+         ("swin", dict(num_classes=0), "timm huggingface"), ("swin_v2", dict(num_classes=0), "timm huggingface")]
+
+
+@pytest.mark.parametrize("kind, options, style", [(k, o, style) for k, o, styles in ALIKE for style in styles.split()])
+def test_what_others_read_alike(kind, options, style, tmp_path, recwarn):
+    assert as_read(kind, options, style, tmp_path)
+    assert not [w for w in recwarn if "norm_eps" in str(w.message)]
+
+
+@pytest.mark.parametrize("kind, usual", [("vit", 1e-6), ("swin", 1e-5), ("swin_v2", 1e-5)])
+def test_timms_files_leave_the_eps_to_their_reader(kind, usual, tmp_path):
+    "A remark names it; with it timm computes the same, without it something else."
+    norm = partial(torch.nn.LayerNorm, eps=1e-2)
+    said = rf"has norm_eps=0\.01.*its readers take {usual}.*norm_layer=partial\(torch.nn.LayerNorm, eps=0\.01\)"
+    with pytest.warns(UserWarning, match=said):
+        assert as_read(kind, dict(norm_eps=1e-2), "timm", tmp_path, norm_layer=norm)
+    with pytest.warns(UserWarning, match=said): assert not as_read(kind, dict(norm_eps=1e-2), "timm", tmp_path)
+    assert as_read(kind, dict(norm_eps=usual), "timm", tmp_path)
+
+
+def test_a_style_without_such_weights(tmp_path):
+    with pytest.raises(ValueError, match="use one of timm, huggingface"): save_pretrained(ours("swin"), tmp_path, "mae")
 
 
 # q, k and v
@@ -447,12 +543,13 @@ def test_a_head_of_another_size(classes, tmp_path):
     torch.save(draw_all(timm_model("vit")).state_dict(), tmp_path/"vit.pth")
     report = load_pretrained(vit, tmp_path/"vit.pth", seed=6)
     assert report.ignored == ["head.weight", "head.bias"] and report.refusal() is None
-    assert report.reinitialised == (["head.weight", "head.bias"] if classes else [])
+    drawn = ["head.weight", "head.bias"] if classes else []
+    swin = draw_all(SwinTransformer(**SWIN | dict(num_classes=classes)))
+    found = load_pretrained(swin, tmp_path/"theirs.pth")
+    assert report.reinitialised == found.reinitialised == drawn and len(found.ignored) == 2
     if not classes: return
     fresh = create_model_like(VIT | dict(num_classes=3), seed=6).head
     assert torch.equal(vit.head.weight, fresh.weight.double()) and torch.equal(vit.head.bias, fresh.bias.double())
-    swin = draw_all(SwinTransformer(**SWIN | dict(num_classes=3)))
-    assert load_pretrained(swin, tmp_path/"theirs.pth").reinitialised == ["head.weight", "head.bias"]
 
 
 # What does not fit

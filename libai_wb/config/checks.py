@@ -191,7 +191,9 @@ def _unread(node, ref, path=""):
         if is_read: yield from _unread(v, ref.get(k), here)
         else: yield here, v, [f"{path}.{r}" if path else str(r) for r in read]
 
-# %% ../../nbs/04_config.checks.ipynb #5c0d73c6
+# %% ../../nbs/04_config.checks.ipynb #82fce23d
+def _parent(key): return key.rpartition(".")[0]
+
 def unknown_keys(
     cfg: object, # configuration
     known: object, # reference tree of the keys that the program reads: configuration or dict
@@ -201,7 +203,7 @@ def unknown_keys(
     used, out = set(_referred(tree)), []
     for key, value, read in _unread(tree, ref):
         if _touches(key, used): continue
-        near = nearest(key, [*read, *_keys(ref)])
+        near = nearest(key, [*read, *(k for k in _keys(ref) if _parent(k) != _parent(key))]) # `read` has the siblings
         hint = f", did you mean {near!r}?" if near else "."
         out.append(f"Nothing reads the config key {key!r} (value {repr(value)[:60]}){hint}")
     return out

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['load', 'load_rel', 'get_config', 'portable', 'save', 'apply_overrides', 'to_py', 'try_get_key', 'LazyConfig']
 
-# %% ../../nbs/03_config.lazy.ipynb #d3cea4ef
+# %% ../../nbs/03_config.lazy.ipynb #5d1668eb
 import builtins
 import functools
 import importlib.resources
@@ -21,7 +21,8 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf, SCMode
 from omegaconf.errors import OmegaConfBaseException, ReadonlyConfigError
 
-from .call import NAMES, _close, as_config, target_name
+from .call import NAMES, _close, as_config
+from .constants import constant_node, importable, in_place_of
 from .values import ConfigKeyError, parse_override
 
 # %% ../../nbs/03_config.lazy.ipynb #5e73cdc8
@@ -127,19 +128,13 @@ def get_config(
     "Load a configuration that ships with the library"
     return load(importlib.resources.files("libai_wb") / "configs" / name)
 
-# %% ../../nbs/03_config.lazy.ipynb #667efdfe
-def _importable(obj):
-    "The dotted path by which another process can import `obj`, or None"
-    try: name = target_name(obj)
-    except ValueError: return None
-    return None if name.startswith(("__main__.", "__mp_main__.")) else name
-
+# %% ../../nbs/03_config.lazy.ipynb #6098eb56
 def _target(target, path, odd):
     "A `_target_` as text"
     if isinstance(target, dict): return _plain(target, path, odd)
     if isinstance(target, str): target = NAMES.get(target, target)
     if isinstance(target, str): return target
-    if (name := _importable(target)) is not None: return name
+    if (name := importable(target)) is not None: return name
     odd[path] = target
     name = f"{getattr(target, '__module__', None)}.{getattr(target, '__qualname__', '<object>')}"
     return name if "<" not in name else "???"
@@ -149,8 +144,7 @@ def _scalar(value, path, odd):
     if value is None or type(value) in (str, int, float, bool, bytes): return value
     if isinstance(value, numbers.Real) and hasattr(value, "dtype"): return value.item()
     if isinstance(value, os.PathLike): return os.fspath(value)
-    name = _importable(value)
-    if name is not None: return {"_target_": "libai_wb.config.locate", "name": name}
+    if (node := constant_node(value)) is not None: return node
     odd[path] = value
     return "???"
 
@@ -217,7 +211,7 @@ def _check_way(cfg, key):
         if not OmegaConf.is_config(there):
             raise ConfigKeyError(f"cannot set {key!r}: {prefix!r} is not a config, it is {there!r}")
 
-# %% ../../nbs/03_config.lazy.ipynb #d9a05b2d
+# %% ../../nbs/03_config.lazy.ipynb #ee69a3b8
 def apply_overrides(
     cfg: DictConfig, # changed in place
     overrides: list, # texts "key=value"
@@ -226,13 +220,16 @@ def apply_overrides(
     for text in overrides:
         key, value, _ = parse_override(text)
         _check_way(cfg, key)
-        try: OmegaConf.update(cfg, key, value, merge=True, force_add=True)
+        try:
+            old = OmegaConf.select(cfg, key, throw_on_resolution_failure=False)
+            value = value if key.endswith("_target_") else in_place_of(old, value) # a target is a name anyway
+            OmegaConf.update(cfg, key, value, merge=True, force_add=True)
         except ReadonlyConfigError: raise
-        except OmegaConfBaseException as e:
+        except (OmegaConfBaseException, ValueError) as e:
             raise ConfigKeyError(f"cannot set {key!r}: {str(e).splitlines()[0]}") from e
     return cfg
 
-# %% ../../nbs/03_config.lazy.ipynb #1a60f513
+# %% ../../nbs/03_config.lazy.ipynb #8a7ac993
 def _quote(text):
     "A string literal with double quotes where that needs no escapes"
     plain = repr(text)
@@ -241,7 +238,7 @@ def _quote(text):
 def _leaf(value):
     "A leaf as Python text"
     if isinstance(value, str): return _quote(value)
-    return (_importable(value) if callable(value) else None) or repr(value)
+    return importable(value) or repr(value)
 
 def _pieces(value):
     "Opening, [(what stands before an item, item)], closing of a composite; None for a leaf"

@@ -4,6 +4,7 @@ from .common.models.vit import vit_base_patch16_224 as model
 from .common.optim import optim
 from .common.train import train
 
+model.norm_eps = 1e-5  # of LiBai's layer norms; timm and the models of common/models/vit.py have 1e-6
 optim.update(lr=1e-3, eps=1e-8, weight_decay=0.05)  # 5e-4 for a batch of 512
 optim.params.update(clip_grad_max_norm=None, overrides=dict(pos_embed=dict(weight_decay=0.0),
                                                             cls_token=dict(weight_decay=0.0)))

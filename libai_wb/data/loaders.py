@@ -74,10 +74,11 @@ class _Loader:
     def __getstate__(self): return {**self.__dict__, "_ahead": None, "_round": None}  # workers stay behind
     def batch(self, number): return self._noted(*self._read(number))
 
-# %% ../../nbs/42_data.loaders.ipynb #2f85b389
+# %% ../../nbs/42_data.loaders.ipynb #b9132090
 @patch
 def _noted(self: _Loader, batch, skipped):
     "The batch, after a word about each sample that was skipped for the first time."
+    skipped = {i % len(self.dataset): why for i, why in skipped.items()} # of a copy, the sample
     for i, why in skipped.items():
         if i not in self.skipped: warnings.warn(f"Sample {i} is skipped: {why}", stacklevel=2)
     self.skipped |= skipped
@@ -111,12 +112,12 @@ def _samples(self: _Loader, rows, name, check=False):
         fields = {k: v[index] for k, v in fields.items()}
     return fields, skipped
 
-# %% ../../nbs/42_data.loaders.ipynb #f82f7d2c
+# %% ../../nbs/42_data.loaders.ipynb #e297d182
 @patch
 def _quick(self: _Loader, rows, check):
     "All rows at once, where nothing is drawn and nothing to be checked; None if that cannot be done."
     if self.generators or check: return None
-    try: return fetch_rows(self.dataset, rows), {}
+    try: return fetch_rows(self.dataset, [r % len(self.dataset) for r in rows]), {}
     except (UnreadableSample, OSError): return None  # one by one it has a name
 
 @patch
@@ -130,13 +131,13 @@ def _one_by_one(self: _Loader, rows, name, check):
             if why: skipped[i] = str(why)
     return _stack(list(rows), items), skipped
 
-# %% ../../nbs/42_data.loaders.ipynb #ef6c0ccc
+# %% ../../nbs/42_data.loaders.ipynb #418f9d8c
 @patch
 def _readable(self: _Loader, i, name, check):
     "Sample `i`, or the next one that can be read and why it is not `i`."
     n, why = len(self.dataset), None
     for j in range(min(n, 65)):
-        try: return self._sample((i + j) % n, name, check), why
+        try: return self._sample(i if j == 0 else (i + j) % n, name, check), why
         except UnreadableSample as e:
             if self.on_error == "stop": raise
             why = why or e
@@ -145,7 +146,8 @@ def _readable(self: _Loader, i, name, check):
 @patch
 def _sample(self: _Loader, i, name, check):
     "The fields of one seeded sample; a dataset's own error about its file gets the sample's name."
-    try: return as_fields(fetch_sample(self.dataset, i, self.generators, *name, i, check=check))
+    name, i = (*name, i), i % len(self.dataset)
+    try: return as_fields(fetch_sample(self.dataset, i, self.generators, *name, check=check))
     except OSError as e:
         raise UnreadableSample(f"Sample {i} cannot be read ({type(e).__name__}: {e}); repair it, take it out of the "
                                "dataset, or give the loader on_error='skip'.", i, e.filename) from e
@@ -157,7 +159,7 @@ def _counts(rows, skipped):
     return dict(ids=torch.from_numpy(np.where(lost, -1, rows.ids)),
                 weight=torch.from_numpy(np.where(lost, np.float32(0), rows.weight)))
 
-# %% ../../nbs/42_data.loaders.ipynb #83b08517
+# %% ../../nbs/42_data.loaders.ipynb #8b0be520
 class TrainLoader(_Loader):
     "The rows of one data-parallel rank, for any update."
     def __init__(self,
@@ -173,12 +175,14 @@ class TrainLoader(_Loader):
         on_error: str = "stop", # A sample that cannot be read: "stop" or "skip"
         check: int = 0, # First updates whose samples are fetched twice and compared
         pin_memory: bool = False, # Page-locked batches, where there is CUDA
+        repeats: int = 1, # Copies of each sample in an epoch of the same length: repeated augmentation
     ):
         super().__init__(dataset, num_workers, on_error, pin_memory)
+        if repeats < 1: raise ValueError(f"repeats={repeats} shows no sample; use 1, or 3 for repeated augmentation.")
         self.steps_per_epoch = steps_per_epoch(len(dataset), global_batch, tail)
         self.rows = rank_rows(global_batch, dp, dp_rank)
         self.global_batch, self.dp, self.dp_rank, self.seed, self.check = global_batch, dp, dp_rank, seed, check
-        self.order = dict(seed=seed, shuffle=shuffle, tail=tail)
+        self.order = dict(seed=seed, shuffle=shuffle, tail=tail, repeats=repeats)
         self.mixup_func = _known_mixup(mixup_func)
 
     def epoch(self, step): return step // self.steps_per_epoch

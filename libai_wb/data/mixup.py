@@ -158,10 +158,11 @@ def _column(x, like, ndim):
     "One number per row, shaped to multiply rows of `ndim` dimensions."
     return torch.from_numpy(x).to(like.device, like.dtype).view(-1, *[1] * (ndim - 1))
 
-# %% ../../nbs/41d_data.mixup.ipynb #e8175f67
+# %% ../../nbs/41d_data.mixup.ipynb #9e4f8206
 @patch
 def soft_labels(self: Mixup,
     labels: torch.Tensor, # Classes int [b], or distributions float [b, classes]
+    ids: torch.Tensor | None = None, # int64, samples of the first rows, for the sentence
 ) -> torch.Tensor: # Smoothed distributions float32 [b, classes]
     "Labels as smoothed distributions."
     off = self.label_smoothing / self.num_classes
@@ -170,14 +171,16 @@ def soft_labels(self: Mixup,
             raise ValueError(f"Labels of shape {tuple(labels.shape)} came to a Mixup with num_classes="
                              f"{self.num_classes}; use distributions [b, {self.num_classes}] or integer labels [b].")
         return labels.float() * (1. - self.label_smoothing) + off
-    low, high = torch.stack(labels.aminmax()).tolist()
-    if low < 0 or high >= self.num_classes:
-        raise ValueError(f"Label {low if low < 0 else high} came to a Mixup with num_classes={self.num_classes}; use "
+    bad = (labels < 0) | (labels >= self.num_classes)
+    if bad.any():
+        row = bad.nonzero()[0].item()
+        who = f" of sample {ids[row].item()}" if ids is not None and row < len(ids) else ""
+        raise ValueError(f"Label {labels[row].item()}{who} came to a Mixup with num_classes={self.num_classes}; use "
                          f"labels from 0 to {self.num_classes - 1} or the num_classes of the dataset.")
     soft = torch.full((len(labels), self.num_classes), off, device=labels.device)
     return soft.scatter_(1, labels.long()[:, None], 1. - self.label_smoothing + off)
 
-# %% ../../nbs/41d_data.mixup.ipynb #9002dee1
+# %% ../../nbs/41d_data.mixup.ipynb #d9474529
 @patch
 def __call__(self: Mixup,
     batch: dict, # Batch fields, with `slot` and `partner`; images and labels may have further rows at the end
@@ -193,7 +196,7 @@ def __call__(self: Mixup,
     slots, own = slot.cpu().numpy(), partner.cpu().numpy()
     alone = (slots < 0) | (own == np.arange(len(own)))
     draw = self.draw(seed, int(batch["step"][0]), global_batch, tuple(images.shape[-2:]))
-    rows, soft = self._of_rows(draw, slots, alone), self.soft_labels(batch["labels"])
+    rows, soft = self._of_rows(draw, slots, alone), self.soft_labels(batch["labels"], batch.get("ids"))
     share, rest = (_column(x, soft, 2) for x in (rows.lam, 1 - rows.lam))
     labels = soft[:len(slots)] * share + soft[partner] * rest
     return batch | dict(images=_mix_images(images, partner, rows), labels=labels)

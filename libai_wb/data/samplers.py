@@ -23,15 +23,17 @@ def permutation(
     keys = np_generator(*name).bit_generator.random_raw(n)
     return np.argsort(keys, kind="stable").astype(np.int64)
 
-# %% ../../nbs/40_data.samplers.ipynb #c92cedee
+# %% ../../nbs/40_data.samplers.ipynb #98df4225
 def epoch_order(
     n: int, # Samples in the dataset
     seed: int, # Seed of the run
     epoch: int, # Epoch, from 0
     shuffle: bool = True, # False: the dataset's own order
+    repeats: int = 1, # Copies of each sample, see below
 ) -> np.ndarray: # Sample ids in the order of the epoch, int64 [n]
     "The order in which an epoch visits the samples."
-    return permutation(n, "order", seed, epoch) if shuffle else np.arange(n, dtype=np.int64)
+    order = permutation(n, "order", seed, epoch) if shuffle else np.arange(n, dtype=np.int64)
+    return (order[:, None] + n * np.arange(repeats)).reshape(-1)[:n]
 
 # %% ../../nbs/40_data.samplers.ipynb #70bc5941
 TAILS = ("drop", "short", "wrap") # What may become of the incomplete last batch of an epoch
@@ -54,14 +56,14 @@ def steps_per_epoch(
                          f"use a global_batch_size from 1 to {n}, more samples, or tail='short' or 'wrap'.")
     return n // global_batch
 
-# %% ../../nbs/40_data.samplers.ipynb #a742f56b
-def _cut(order, b, global_batch, tail):
+# %% ../../nbs/40_data.samplers.ipynb #fde79647
+def _cut(order, b, global_batch, tail, repeats=1):
     "Global batch `b` of an epoch in this order."
     ids = order[b * global_batch:(b + 1) * global_batch]
     if tail == "wrap": ids = np.concatenate([ids, np.resize(order, global_batch - len(ids))])
-    return ids.copy()
+    return np.concatenate([ids[k::repeats] for k in range(repeats)])
 
-# %% ../../nbs/40_data.samplers.ipynb #7bd25cda
+# %% ../../nbs/40_data.samplers.ipynb #5c33662d
 def epoch_batches(
     n: int, # Samples in the dataset
     global_batch: int, # Rows of one optimizer update
@@ -69,15 +71,16 @@ def epoch_batches(
     epoch: int, # Epoch, from 0
     shuffle: bool = True, # False: the dataset's own order
     tail: str = "drop", # What becomes of the incomplete last batch
+    repeats: int = 1, # Copies of each sample
 ) -> list[np.ndarray]: # Sample ids of each update, int64 [global_batch], fewer in a short last one
     "The global batches of one epoch."
-    order = epoch_order(n, seed, epoch, shuffle)
-    return [_cut(order, b, global_batch, tail) for b in range(steps_per_epoch(n, global_batch, tail))]
+    order = epoch_order(n, seed, epoch, shuffle, repeats)
+    return [_cut(order, b, global_batch, tail, repeats) for b in range(steps_per_epoch(n, global_batch, tail))]
 
 # %% ../../nbs/40_data.samplers.ipynb #c5d72b94
 _recent_order = lru_cache(maxsize=4)(epoch_order)
 
-# %% ../../nbs/40_data.samplers.ipynb #5f98198d
+# %% ../../nbs/40_data.samplers.ipynb #bf301c32
 def global_batch_ids(
     n: int, # Samples in the dataset
     global_batch: int, # Rows of one optimizer update
@@ -85,12 +88,13 @@ def global_batch_ids(
     seed: int, # Seed of the run
     shuffle: bool = True, # False: the dataset's own order
     tail: str = "drop", # What becomes of the incomplete last batch
+    repeats: int = 1, # Copies of each sample
 ) -> tuple[np.ndarray, int]: # Sample ids int64 [global_batch], fewer in a short last batch, and the epoch
     "The samples of update `step` and the epoch it belongs to."
     per_epoch = steps_per_epoch(n, global_batch, tail)
     if step < 0: raise ValueError(f"step={step} is negative; updates are counted from 0.")
     epoch, b = divmod(step, per_epoch)
-    return _cut(_recent_order(n, seed, epoch, shuffle), b, global_batch, tail), epoch
+    return _cut(_recent_order(n, seed, epoch, shuffle, repeats), b, global_batch, tail, repeats), epoch
 
 # %% ../../nbs/40_data.samplers.ipynb #62e7af51
 def rank_rows(

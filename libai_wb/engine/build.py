@@ -7,7 +7,7 @@ __all__ = ['resolve_layout', 'recipe_names', 'load_recipe', 'recipe_keys', 'rema
            'build_plain', 'check_model', 'check_config', 'check_labels_of', 'Training', 'build_optimizer',
            'download_once', 'random_mode', 'build_training', 'describe']
 
-# %% ../../nbs/54_engine.build.ipynb #d05c4bcf
+# %% ../../nbs/54_engine.build.ipynb #4af8aee1
 import ast
 import math
 from collections.abc import Sequence
@@ -23,6 +23,7 @@ from ..compat import port_config
 from ..data.datasets import check_fields
 from ..data.seeding import keep_generators
 from .agreement import BatchCheck
+from .cells import open_cells
 from .step import TrainStep
 from ..mesh.launch import DeviceMesh, from_rank0, group_rank, make_mesh
 from ..mesh.parallelize import parallelize, unit_stages
@@ -52,13 +53,19 @@ def recipe_names() -> list[str]: # Sorted
     "The recipes that come with the package."
     return sorted(p.stem for p in _RECIPES.glob("*.py") if p.stem != "__init__")
 
-# %% ../../nbs/54_engine.build.ipynb #07406d38
+# %% ../../nbs/54_engine.build.ipynb #f703ab54
 def load_recipe(
     name: str | Path, # Shipped recipe, or path of a `.py` or saved `.yaml` config
     overrides: Sequence[str] = (), # Texts "key=value" for keys of the file, "+key=value" for new ones
 ): # Config, free to edit
     "A config by name or path."
-    return port_config(override_strict(LazyConfig.load(str(_recipe_file(name))), list(overrides)))
+    return port_config(override_strict(_loaded(Path(_recipe_file(name))), list(overrides)))
+
+# %% ../../nbs/54_engine.build.ipynb #9a23ce59
+def _loaded(file):
+    "The config in a file; one that a run has written, with what it took from a notebook."
+    cfg, is_run = LazyConfig.load(str(file)), file.name == "config.yaml" and (file.parent/"summary.json").is_file()
+    return open_cells(cfg, file.parent) if is_run else cfg
 
 # %% ../../nbs/54_engine.build.ipynb #79f3575a
 def _recipe_file(name):

@@ -249,16 +249,24 @@ def _foreign_tensors(model, sources):
         t = _on_first(state.get(own), whole[own], owners[own], device)
         if t is not None: yield from split_tensor(t, source)
 
-# %% ../../nbs/57_engine.checkpoint.ipynb #9f4f680b
+# %% ../../nbs/57_engine.checkpoint.ipynb #14ff6e03
+def _named_for_safetensors(path):
+    "A path that does not promise another format."
+    if path.suffix not in (".bin", ".ckpt", ".pt", ".pth"): return path
+    raise ValueError(f"{path} would not be what its name says: safetensors are written; call it "
+                     f"{path.stem}.safetensors, or name a folder.")
+
+# %% ../../nbs/57_engine.checkpoint.ipynb #a64270d1
 def save_pretrained(
     model: nn.Module, # Plain, or this rank's part; every rank of a group calls it
     path: str | Path, # A `.safetensors` file, or a folder that gets a model.safetensors and what belongs to it
     style: str = "timm", # Whose names it gets, see `models.names.STYLES`
 ) -> Path: # The file
     "Write weights that others read."
-    folder, first = Path(path), (group_rank() or (0, 1))[0] == 0
+    folder, first = _named_for_safetensors(Path(path)), (group_rank() or (0, 1))[0] == 0
     path = folder if folder.suffix == ".safetensors" else folder/"model.safetensors"
     plan, failed = plan_saving(model, style), None
+    if first and plan.remark: warnings.warn(plan.remark, stacklevel=2)
     stream = _foreign_tensors(model, plan.sources)
     try:
         if first: write_safetensors(path, plan.kinds, stream, plan.metadata)

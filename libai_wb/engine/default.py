@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Watch', 'DefaultTrainer', 'start_from', 'record_config', 'log_progress', 'log_first_batch', 'train_rank', 'train']
 
-# %% ../../nbs/59_engine.default.ipynb #00071639
+# %% ../../nbs/59_engine.default.ipynb #dd00bd66
 import time
 import warnings
 import zlib
@@ -21,11 +21,12 @@ from ..config.call import instantiate
 from ..config.checks import freeze
 from ..config.lazy import LazyConfig
 from .build import build_training, check_config, describe, remarks, resolve_layout
+from .cells import cell_sources, named_cells
 from .checkpoint import load_pretrained, save_weights
 from .events import MetricsWriter, close_log, run_log
 from .hooks import CallbackHook, CheckpointHook, DivergenceHook, EvalHook, HookBase
 from .hooks import MetricsHook, ProgressHook
-from .runs import Run, cell_sources, check_free, close_run, end_state, new_folder, recorded
+from .runs import Run, check_free, close_run, end_state, new_folder, recorded
 from .setup import choose_layout, open_config
 from .trainer import Trainer
 from ..evaluation import evaluate_model
@@ -57,7 +58,7 @@ class Watch:
         if self.bar is not None: self.bar.close()
         self.bar = None
 
-# %% ../../nbs/59_engine.default.ipynb #8d836ad7
+# %% ../../nbs/59_engine.default.ipynb #13c28641
 class DefaultTrainer(Trainer):
     "Builds a run from a config, on this rank, and trains it."
     def __init__(self,
@@ -70,16 +71,17 @@ class DefaultTrainer(Trainer):
         timeout: float | None = None, # Seconds that training may take
     ):
         cfg, device = open_config(cfg), pick_device(device)
+        if sources is None: sources = cell_sources(cfg)
         self.rank, world = join_ranks(device) or (0, 1)
         layout = resolve_layout(cfg, layout, world).check_world(world)
         training = build_training(cfg, layout, make_mesh(layout, device), device)
-        loaded = start_from(training, cfg.train.get("load_weight"))
+        self.loaded = start_from(training, cfg.train.get("load_weight"))
         self.test_loaders = training.test_loaders() if cfg.train.evaluation.enabled else None
         self.folder, self.report, self.timeout = _agree_on(training, out, self.rank), report or Watch(), timeout
         super().__init__(training, run_log(self.folder/"log"/f"rank{self.rank}.txt"))
         self.cfg = freeze(record_config(training))
-        if self.rank == 0: self.write_setup(cell_sources(cfg) if sources is None else sources)
-        if loaded: self.log.info("started from %s\n%s", cfg.train.load_weight, loaded)
+        if self.rank == 0: self.write_setup(sources)
+        if self.loaded: self.log.info("started from %s\n%s", cfg.train.load_weight, self.loaded)
         training.step.observers.append(log_first_batch(self.log))
         self.register_hooks(self.build_hooks())
 
@@ -89,14 +91,15 @@ def _agree_on(training, out, rank):
     name = f"{training.cfg['_derived_'].recipe}-{training.layout}"
     return from_rank0(new_folder(Path(training.cfg.train.output_dir)/name, out) if rank == 0 else None)
 
-# %% ../../nbs/59_engine.default.ipynb #1489aa89
+# %% ../../nbs/59_engine.default.ipynb #de185e75
 def start_from(
     training, # From `build_training`
     path: str | Path | None, # Run, checkpoint or file; nothing for the weights that were drawn
 ): # `LoadReport`, None if nothing was loaded
     "Put other weights into the model of a run."
     if not path: return None
-    return load_pretrained(training.model, path, seed=training.cfg.train.seed)
+    train = training.cfg.train
+    return load_pretrained(training.model, path, strict=train.get("load_strict", True), seed=train.seed)
 
 # %% ../../nbs/59_engine.default.ipynb #fe916f25
 def record_config(
@@ -111,16 +114,16 @@ def record_config(
         updates_per_epoch=training.loader.steps_per_epoch)
     return cfg
 
-# %% ../../nbs/59_engine.default.ipynb #3a51e92b
+# %% ../../nbs/59_engine.default.ipynb #a1730fc0
 @patch
 def write_setup(self: DefaultTrainer, sources: dict[str, str]):
     "Write the config, and the source of what it takes from a notebook."
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore") # `code/` holds what YAML cannot
-        LazyConfig.save(self.cfg, self.folder/"config.yaml")
+        warnings.simplefilter("ignore") # the run finds its pickle by itself
+        LazyConfig.save(named_cells(self.cfg, sources), self.folder/"config.yaml")
     for name, text in sources.items():
         (self.folder/"code").mkdir(exist_ok=True)
-        (self.folder/"code"/f"{name}.py").write_text(text)
+        (self.folder/"code"/f"{name}.py").write_text(text, encoding="utf-8")
     self.writer = MetricsWriter(self.folder/"metrics.jsonl")
 
 # %% ../../nbs/59_engine.default.ipynb #4f469143
@@ -136,7 +139,7 @@ def build_hooks(self: DefaultTrainer) -> list[HookBase]: # In the order in which
     if first: hooks += [ProgressHook(self.report, seconds=.2)]
     return hooks + [CallbackHook(after_step=DefaultTrainer.check_time)] * bool(self.timeout)
 
-# %% ../../nbs/59_engine.default.ipynb #c9ea7b6c
+# %% ../../nbs/59_engine.default.ipynb #53b7fc01
 @patch
 def train(self: DefaultTrainer,
     max_iter: int | None = None, # Updates in all, `None` for the length of the run
@@ -146,6 +149,7 @@ def train(self: DefaultTrainer,
     facts = {k: facts[k] for k in ("recipe", "layout", "world", "device")}
     lines, first = f"run {self.folder}\n{describe(self.training)}", self.rank == 0
     self.log.info("rank %d of %d at %s\n%s", self.rank, lay.world, lay.coords(self.rank), lines)
+    if self.loaded: lines += f"\n{self.loaded.line()}"
     if first: self.report(dict(text=lines, folder=str(self.folder)))
     self.start = time.monotonic()
     try:
@@ -241,10 +245,9 @@ def train_rank(
     "Body of a rank."
     DefaultTrainer(cfg, layout, report=report, **options).train()
 
-# %% ../../nbs/59_engine.default.ipynb #4ad538e2
+# %% ../../nbs/59_engine.default.ipynb #85f0d8ea
 def _spread(cfg, layout, options, watch, timeout):
     "Train on ranks of their own."
-    options |= dict(sources=cell_sources(cfg))
     try:
         run_ranks(train_rank, layout.world, cfg, str(layout), options, timeout=timeout, group_timeout=300,
                   device=options["device"], on_report=lambda rank, report: watch(report))
@@ -255,7 +258,7 @@ def _spread(cfg, layout, options, watch, timeout):
             with suppress(OSError): close_run(watch.folder, end_state(e))
         raise
 
-# %% ../../nbs/59_engine.default.ipynb #d4c7b716
+# %% ../../nbs/59_engine.default.ipynb #779f1558
 def train(
     cfg, # Recipe name, path of a config, or a config
     layout: str | ParallelLayout | None = None, # By default the config's, else all GPUs as dp or one process
@@ -268,7 +271,7 @@ def train(
 ) -> Run:
     "Train a config."
     cfg, device, watch = open_config(cfg, overrides, name), pick_device(device), Watch(progress)
-    joined, ranks = group_rank() is None, join_ranks(device)
+    sources, joined, ranks = cell_sources(cfg), group_rank() is None, join_ranks(device)
     try:
         if not ranks or ranks[0] == 0: _say(watch, remarks(cfg))
         if not ranks:
@@ -276,8 +279,9 @@ def train(
             layout, chosen = choose_layout(cfg, layout, device)
             check_config(cfg, layout)
             _say(watch, [chosen] * bool(chosen))
-        if ranks or layout.world == 1: return DefaultTrainer(cfg, layout, out, device, watch, timeout=timeout).train()
-        _spread(cfg, layout, dict(out=out, device=device), watch, timeout)
+        own = dict(out=out, device=device, sources=sources)
+        if ranks or layout.world == 1: return DefaultTrainer(cfg, layout, report=watch, timeout=timeout, **own).train()
+        _spread(cfg, layout, own, watch, timeout)
         return Run(watch.folder)
     finally:
         watch.close()

@@ -69,21 +69,24 @@ def find_weights(
                                 "run folder, or a .safetensors or .pth file.")
     return latest(path/"checkpoints") if (path/"config.yaml").is_file() else path
 
-# %% ../../nbs/58c_engine.inference.ipynb #20eb1b74
+# %% ../../nbs/58c_engine.inference.ipynb #8eec7319
 def read_weights(
     model: nn.Module, # Plain, or this rank's part; changed in place
     path: Path, # From `find_weights`
+    strict: bool = True, # Refuse a file that holds more than the model, too
 ) -> int: # Updates that the weights have seen, as far as is known, else 0
-    "Put weights into a model, all of them or it is refused."
+    "Put weights into a model, all of its own or it is refused."
     if (path/".metadata").is_file():
         load_weights(model, path)
         return int(path.name) if path.name.isdecimal() else 0
-    if drawn := load_pretrained(model, path).reinitialised:
+    report = load_pretrained(model, path, strict=strict)
+    if drawn := [*report.reinitialised, *report.missing, *report.mismatched]:
         raise ValueError(f"{path} has no {drawn[0]!r} of the size that {type(model).__name__} needs, and drawn anew it "
-                         "tells nothing; set the sizes of the file (model.num_classes), or train the head first.")
+                         "tells nothing; set the sizes of the file (model.num_classes), or " +
+                         ("train the head first." if report.reinitialised else "take a file that holds all."))
     return 0
 
-# %% ../../nbs/58c_engine.inference.ipynb #1fca083f
+# %% ../../nbs/58c_engine.inference.ipynb #253245bc
 def load_model(
     cfg, # Config
     weights: Path, # From `find_weights`
@@ -91,8 +94,10 @@ def load_model(
 ) -> nn.Module: # On one device, in evaluation mode
     "The plain model of a config with weights in it."
     model = parallelize(build_plain(cfg), seed=cfg.train.seed, device=device)
-    read_weights(model, weights)
+    read_weights(model, weights, _strict(cfg))
     return model.eval()
+
+def _strict(cfg): return cfg.train.get("load_strict", True) # configs of older runs have none
 
 # %% ../../nbs/58c_engine.inference.ipynb #ffd00f2c
 def predict(
@@ -166,7 +171,7 @@ def check_use(
         raise ValueError("The config has no dataloader.test, so there is nothing to evaluate on; add a test set.")
     return model
 
-# %% ../../nbs/58c_engine.inference.ipynb #1b1cff26
+# %% ../../nbs/58c_engine.inference.ipynb #0a4936d4
 def put_in_use(
     cfg, # Config
     layout: ParallelLayout, # Of this group of ranks
@@ -177,7 +182,7 @@ def put_in_use(
     model, mesh = check_use(cfg, layout), make_mesh(layout, device)
     download_once(cfg)
     model = parallelize(model, mesh, cfg.train.dist.custom_pipeline_stage_id, cfg.train.seed, device)
-    return InUse(cfg, mesh, model, read_weights(model, weights))
+    return InUse(cfg, mesh, model, read_weights(model, weights, _strict(cfg)))
 
 # %% ../../nbs/58c_engine.inference.ipynb #a1589df3
 def _counted(loader, seen, report):

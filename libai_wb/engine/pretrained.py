@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['whole_model', 'plan_loading', 'read_parts', 'redraw', 'SavePlan', 'plan_saving', 'write_config']
 
-# %% ../../nbs/56b_engine.pretrained.ipynb #d37ccc8c
+# %% ../../nbs/56b_engine.pretrained.ipynb #88dfb6fc
 import json
 from pathlib import Path
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from .weight_files import WeightFile
 from ..mesh.collectives import local, shard_range
 from ..mesh.parallelize import set_logical
 from ..mesh.rng import generator
-from ..models.hub import transformers_config
+from ..models.hub import check_style, transformers_config
 from ..models.names import style_of
 from ..models.registry import create_model
 from ..models.weights import LoadReport, Source, export_names, fill, match_weights, split_tensor, target_of
@@ -76,12 +76,13 @@ def redraw(
         rule = model.get_submodule(path).init_rules[own]
         set_logical(here[name], rule(here[name].shape, generator(seed, "init", name)))
 
-# %% ../../nbs/56b_engine.pretrained.ipynb #7f79c251
+# %% ../../nbs/56b_engine.pretrained.ipynb #2b366daf
 class SavePlan(NamedTuple):
     "What a file will hold."
     sources: dict[str, Source] # File tensors by own name
     kinds: dict[str, tuple] # (dtype, shape) by name in the file
     metadata: dict[str, str] # Words for the header
+    remark: str | None = None # What the reader of the file has to know
 
 def plan_saving(
     model: nn.Module, # Plain, or this rank's part
@@ -92,7 +93,8 @@ def plan_saving(
     sources, state = export_names(target_of(whole), style), whole.state_dict()
     meta = lambda k: torch.empty(state[k].shape, dtype=state[k].dtype, device="meta")
     kinds = {n: (t.dtype, tuple(t.shape)) for k, source in sources.items() for n, t in split_tensor(meta(k), source)}
-    return SavePlan(sources, kinds, {"style": style, "qkv_layout": _layouts(sources).pop()})
+    metadata = {"style": style, "qkv_layout": _layouts(sources).pop()}
+    return SavePlan(sources, kinds, metadata, check_style(whole, style))
 
 # %% ../../nbs/56b_engine.pretrained.ipynb #56d8707f
 def write_config(

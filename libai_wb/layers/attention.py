@@ -39,7 +39,7 @@ def _refuse_timm(module, state_dict, prefix, *args):
                          f"this attention expects '{prefix}qkv_by_head.weight', packed head by head; load "
                          "the file with libai_wb.load_pretrained (one tensor: layers.attention.to_by_head).")
 
-# %% ../../nbs/25_layers.attention.ipynb #118ee47a
+# %% ../../nbs/25_layers.attention.ipynb #733694d4
 class Attention(nn.Module):
     "Multi-head self-attention with head-major packed q/k/v."
     qkv_layout = "by_head"
@@ -53,7 +53,7 @@ class Attention(nn.Module):
         drop: float = 0., # Dropout of the output
     ):
         super().__init__()
-        if dim % num_heads:
+        if num_heads < 1 or dim % num_heads:
             raise ValueError(f"Attention of width {dim} cannot have {num_heads} heads, since {dim} does not "
                              f"divide by {num_heads}; choose a number of heads that divides the width.")
         self.num_heads, self.head_dim = num_heads, dim // num_heads

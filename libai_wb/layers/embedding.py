@@ -81,7 +81,7 @@ class _PatchConv(nn.Conv2d):
 
     def forward(self, x): return F.conv2d(x, local(self.weight), local(self.bias), stride=self.stride)
 
-# %% ../../nbs/22_layers.embedding.ipynb #42879959
+# %% ../../nbs/22_layers.embedding.ipynb #71d4221f
 class PatchEmbedding(nn.Module):
     "Image to tokens, one per patch, row by row."
     def __init__(self,
@@ -92,7 +92,7 @@ class PatchEmbedding(nn.Module):
         init: callable = None, # Rule of the weight as a linear layer's, `None` for a convolution's own
     ):
         super().__init__()
-        if img_size % patch_size:
+        if patch_size < 1 or img_size % patch_size:
             raise ValueError(f"Images of {img_size}×{img_size} cannot be cut into {patch_size}×{patch_size} patches, "
                              f"since {img_size} does not divide by {patch_size}; choose one that does.")
         self.img_size, self.in_chans, self.num_patches = img_size, in_chans, (img_size // patch_size) ** 2

@@ -69,17 +69,27 @@ class _HeadLosses(nn.Module):
         kinds = [(target, smoothing) for target in (hard, soft) for smoothing in (0., .2)]
         return torch.cat([cross_entropy(self.head(x), t, self.head.weight, s) for t, s in kinds])
 
-# %% ../../nbs/27_layers.loss.ipynb #512f3742
+# %% ../../nbs/27_layers.loss.ipynb #5acdac84
+def _named(rows, target, ids):
+    "The labels of the first rows, and whose they are."
+    who = lambda r: f"in row {r}" if ids is None or r >= len(ids) else f"of sample {ids[r].item()}"
+    return ", ".join(f"{target[r].item()} {who(r)}" for r in rows[:3]) + " …" * (len(rows) > 3)
+
 def check_labels(
-    target: torch.Tensor, # int64 [b] class numbers
+    target: torch.Tensor, # int64 [b] class numbers, or float [b, classes] distributions
     classes: int, # Number of classes
+    ids: torch.Tensor | None = None, # int64 [b], sample of every row, for the sentence
 ) -> torch.Tensor: # The target, unchanged
     "Refuse labels that are no class (waits for the device)."
+    if target.is_floating_point():
+        if target.shape[-1] == classes: return target
+        raise ValueError(f"Labels are distributions over {target.shape[-1]} classes and the model has {classes}; give "
+                         "each label a number per class, or set num_classes.")
     bad = ((target < 0) | (target >= classes)) & (target != IGNORE)
     if bad.any():
-        row = bad.nonzero()[0].item()
-        raise ValueError(f"Label {target[row].item()} in row {row} is no class: expected 0 to {classes - 1}, "
-                         f"or {IGNORE} to ignore the row; correct the label or raise num_classes.")
+        named = _named(bad.nonzero()[:, 0].tolist(), target, ids)
+        raise ValueError(f"Label {named} is no class: expected 0 to {classes - 1}, or {IGNORE} to ignore the row; "
+                         "correct the label or raise num_classes.")
     return target
 
 # %% ../../nbs/27_layers.loss.ipynb #974a354a

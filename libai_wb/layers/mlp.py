@@ -14,7 +14,7 @@ from .drop import Dropout
 from .init import xavier_normal
 from .linear import Linear
 
-# %% ../../nbs/24_layers.mlp.ipynb #4efc39b7
+# %% ../../nbs/24_layers.mlp.ipynb #1a44eaba
 class MLP(nn.Module):
     "Linear, exact GELU, linear."
     def __init__(self,
@@ -24,6 +24,8 @@ class MLP(nn.Module):
         drop: float = 0., # Dropout of the output
     ):
         super().__init__()
+        if hidden < 1:
+            raise ValueError(f"An MLP of width {dim} cannot have {hidden} hidden units; use a larger mlp_ratio.")
         self.fc1 = Linear(dim, hidden, parallel="col", init=init)
         self.fc2 = Linear(hidden, dim, parallel="row", init=init)
         self.drop = Dropout(drop)

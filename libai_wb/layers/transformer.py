@@ -5,7 +5,9 @@
 # %% auto #0
 __all__ = ['LayerScale', 'TransformerLayer']
 
-# %% ../../nbs/26_layers.transformer.ipynb #ac8c119c
+# %% ../../nbs/26_layers.transformer.ipynb #a9ba867f
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -32,7 +34,7 @@ class LayerScale(nn.Module):
         "Scale every channel."
         return x * local(self.gamma)
 
-# %% ../../nbs/26_layers.transformer.ipynb #87507c12
+# %% ../../nbs/26_layers.transformer.ipynb #7203b6d5
 class TransformerLayer(nn.Module):
     "Pre-norm transformer block."
     def __init__(self,
@@ -46,10 +48,11 @@ class TransformerLayer(nn.Module):
         attn_drop: float = 0., # Dropout of the attention probabilities
         drop_path: float = 0., # Rate at which a branch is dropped for a sample
         init_values: float | None = None, # First value of the layer scale of both branches, `None` for no layer scale
+        attention: Callable = Attention, # Makes the attention; is called as `Attention` is, and so is what it makes
     ):
         super().__init__()
         self.norm1 = LayerNorm(dim, eps=norm_eps)
-        self.attn = Attention(dim, num_heads, qkv_bias=qkv_bias, init=init, attn_drop=attn_drop, drop=drop)
+        self.attn = attention(dim, num_heads, qkv_bias=qkv_bias, init=init, attn_drop=attn_drop, drop=drop)
         self.norm2 = LayerNorm(dim, eps=norm_eps)
         self.mlp = MLP(dim, int(dim * mlp_ratio), init=init, drop=drop)
         self.drop_path = DropPath(drop_path)

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['MaskedAutoencoder', 'show_reconstruction']
 
-# %% ../../nbs/34_models.mae.ipynb #d47dc059
+# %% ../../nbs/34_models.mae.ipynb #34c6ed57
 from functools import partial
 
 import torch
@@ -22,7 +22,7 @@ from ..layers.norm import LayerNorm
 from ..layers.transformer import TransformerLayer
 from ..mesh.rng import name_draws
 from ..mesh.topology import ModelFacts, Unit
-from .registry import register_model
+from .registry import check_sizes, register_model
 
 # %% ../../nbs/34_models.mae.ipynb #e9a33bd3
 def _hidden(img_size, patch_size, in_chans, ratio, norm_pix_loss):
@@ -37,7 +37,7 @@ def _hidden(img_size, patch_size, in_chans, ratio, norm_pix_loss):
                          "False.")
     return n, shown, numbers
 
-# %% ../../nbs/34_models.mae.ipynb #d708a71f
+# %% ../../nbs/34_models.mae.ipynb #6e5e7ca5
 class MaskedAutoencoder(nn.Module):
     "Masked autoencoder with a vision transformer as encoder."
     fields, optional_fields = ("images",), ("labels",) # of a batch
@@ -58,6 +58,9 @@ class MaskedAutoencoder(nn.Module):
         norm_eps: float = 1e-6, # Eps of every LayerNorm
     ):
         super().__init__()
+        check_sizes(self, img_size=img_size, patch_size=patch_size, in_chans=in_chans, embed_dim=embed_dim, depth=depth,
+                    num_heads=num_heads, decoder_embed_dim=decoder_embed_dim, decoder_depth=decoder_depth,
+                    decoder_num_heads=decoder_num_heads)
         n, self.shown, numbers = _hidden(img_size, patch_size, in_chans, mask_ratio, norm_pix_loss)
         self.sizes, self.depths = (embed_dim, decoder_embed_dim), (depth, decoder_depth)
         self.patch_size, self.norm_pix_loss = patch_size, norm_pix_loss
@@ -68,6 +71,7 @@ class MaskedAutoencoder(nn.Module):
         self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim))
         self.register_buffer("pos_embed", torch.zeros(1, 1 + n, embed_dim))
         self.masking, self.blocks = TokenMask(mask_ratio), blocks(depth, embed_dim, num_heads)
+        self.masking.set_draws(0, "masking") # until `name_draws` says otherwise, as `create_model` with seed 0
         self.norm = LayerNorm(embed_dim, eps=norm_eps)
         self.decoder_embed = Linear(embed_dim, decoder_embed_dim, init=xavier_uniform)
         self.mask_token = nn.Parameter(torch.zeros(1, 1, decoder_embed_dim))
@@ -78,21 +82,21 @@ class MaskedAutoencoder(nn.Module):
         self.init_rules = dict.fromkeys(("cls_token", "mask_token"), normal(.02))
         self.init_buffers()
 
-    def forward(self,
-        images: torch.Tensor, # float [b, in_chans, img_size, img_size]
-        ids: torch.Tensor | None = None, # int64 [b], sample of every row; by default, in evaluation only, 0, 1, …
-        step: torch.Tensor | None = None, # int64 [b], update of every row; needed in training
-    ) -> dict[str, torch.Tensor]: # As `predict`
-        "Run all units."
-        x = images
-        for unit in self.units(): x = unit.call(x, ids, step)
-        return self.predict(x)
+# %% ../../nbs/34_models.mae.ipynb #6c2dfcbe
+@patch
+def forward(self: MaskedAutoencoder,
+    images: torch.Tensor, # float [b, in_chans, img_size, img_size]
+    ids: torch.Tensor | None = None, # int64 [b], sample of every row; by default, in evaluation only, 0, 1, …
+    step: torch.Tensor | None = None, # int64 [b], update of every row; needed in training
+) -> dict[str, torch.Tensor]: # As `predict`
+    "Run all units."
+    x = images
+    for unit in self.units(): x = unit.call(x, ids, step)
+    return self.predict(x)
 
-# %% ../../nbs/34_models.mae.ipynb #0b716b91
+# %% ../../nbs/34_models.mae.ipynb #a69cedea
 def _blocks(depth, width, heads, mlp_ratio, norm_eps):
-    "Blocks by number, at least one."
-    if depth < 1:
-        raise ValueError(f"A MaskedAutoencoder needs at least one block in encoder and decoder, not {depth}; add one.")
+    "Blocks by number."
     return nn.ModuleDict({str(i): TransformerLayer(width, heads, mlp_ratio, norm_eps=norm_eps, init=xavier_uniform)
                           for i in range(depth)})
 

@@ -5,13 +5,15 @@
 # %% auto #0
 __all__ = ['GraphBase']
 
-# %% ../../nbs/36_models.utils.ipynb #4437bc6f
+# %% ../../nbs/36_models.utils.ipynb #4ae3784f
 from ..config.aliases import lend_names
+from ..config.call import instantiate
 from .swin import SwinTransformer
 from .swin_v2 import SwinTransformerV2
 from .vit import VisionTransformer
 
-# %% ../../nbs/36_models.utils.ipynb #c0da872c
+# %% ../../nbs/36_models.utils.ipynb #09080293
+lend_names("libai_wb.models.build", build_model=instantiate)
 lend_names("libai_wb.models.vision_transformer", VisionTransformer=VisionTransformer)
 lend_names("libai_wb.models.swin_transformer", SwinTransformer=SwinTransformer)
 lend_names("libai_wb.models.swin_transformer_v2", SwinTransformerV2=SwinTransformerV2)

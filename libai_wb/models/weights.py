@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Target', 'target_of', 'resample_positions', 'resample_table', 'grouped', 'LoadReport', 'match_weights', 'fill',
-           'export_names', 'split_tensor']
+           'export_names', 'split_tensor', 'to_foreign', 'from_foreign']
 
 # %% ../../nbs/35_models.weights.ipynb #8db92f13
 import math
@@ -83,7 +83,12 @@ def grouped(
         lines.append(f"{path}.{last}".lstrip(".") + (f" ({len(group)})" if len(group) > len(ends) else ""))
     return lines
 
-# %% ../../nbs/35_models.weights.ipynb #26e7ef47
+# %% ../../nbs/35_models.weights.ipynb #c0b6c3ba
+def _few(names):
+    "The first groups of some names."
+    groups = grouped(names)
+    return "; ".join(groups[:3]) + " …" * (len(groups) > 3)
+
 @dataclass
 class LoadReport:
     "What happens to the tensors of a file and of a model."
@@ -107,15 +112,28 @@ class LoadReport:
                 lines.append(f"  {kind} {len(names)}: " + ("…" if kind == "loaded" else "; ".join(words)))
         return "\n".join(lines)
 
+    def line(self) -> str:
+        "What was loaded from where, and what was not."
+        kinds = {"resampled": self.interpolated, "drawn anew": self.reinitialised, "ignored": self.ignored,
+                 "missing": self.missing, "of another shape": self.mismatched, "unexpected": self.unexpected}
+        words = "".join(f", {len(v)} {kind} ({_few(v)})" for kind, v in kinds.items() if v)
+        return f"weights of {self.who} from {self.path} (style {self.style}): {len(self.loaded)} tensors loaded{words}"
+
     def refusal(self) -> str | None:
         "One sentence on why strict loading refuses, `None` if it does not."
         kinds = {"missing": self.missing, "mismatched": self.mismatched, "unexpected": self.unexpected}
         if not any(kinds.values()): return None
-        few = lambda names: "; ".join(grouped(names)[:3]) + (" …" if len(grouped(names)) > 3 else "")
         shapes = "".join(f"; {k!r} has shape {a} there and {b} here" for k, (a, b) in list(self.mismatched.items())[:1])
-        words = ", ".join(f"{len(v)} tensor{'s' * (len(v) > 1)} {k} ({few(v)})" for k, v in kinds.items() if v)
+        words = ", ".join(f"{len(v)} tensor{'s' * (len(v) > 1)} {k} ({_few(v)})" for k, v in kinds.items() if v)
         return (f"{self.path}, read as style {self.style!r}, does not fit {self.who}: {words}{shapes}; build the model "
-                "with the sizes of the file, name its style, or pass strict=False to load what fits.")
+                f"with the sizes of the file, {self._way_out()}.")
+
+    def _way_out(self):
+        "What else one can do about a file that does not fit."
+        if not self.loaded: return "since nothing of it fits, or name its style"
+        if self.missing or self.mismatched:
+            return "name its style, or load what fits with strict=False (train.load_strict=false)"
+        return "name its style, or leave out what has no place with strict=False (train.load_strict=false, --no-strict)"
 
 # %% ../../nbs/35_models.weights.ipynb #4b58bb9c
 _USELESS = re.compile(r"(position_ids|relative_position_index|relative_coords_table|attn_mask|num_batches_tracked)$"
@@ -226,13 +244,7 @@ def _fill_by_head(part, source, read, shape, window):
         rows = read(source.names[i if source.how == "apart" else 0], slice(first + start, first + stop), *window[1:])
         by_head[:, i].copy_(rows.view(-1, size, *rows.shape[1:]))
 
-# %% ../../nbs/35_models.weights.ipynb #eb1012ce
-def _unlike_transformers(target):
-    "What transformers has no model for, `None` if it has one."
-    if target.average: return "averages its patches, and transformers has no such model"
-    if target.family == "dinov2" and "head.weight" in target.shapes:
-        return "has layer scales and a head on the class token, and transformers' DINOv2 head sees the patches too"
-
+# %% ../../nbs/35_models.weights.ipynb #7be5b7a6
 _PREFIX = {"vit": "vit.", "dinov2": "dinov2.", "mae": "vit.", "swin": "swin.", "swin_v2": "swinv2."}
 
 def export_names(
@@ -240,8 +252,6 @@ def export_names(
     style: str, # One of `models.names.STYLES`
 ) -> dict[str, Source]: # File tensors by own name
     "What a style calls the tensors of a model."
-    if style == "huggingface" and (why := _unlike_transformers(target)):
-        raise ValueError(f"{target.who} {why}; write it with style='timm' or 'libai_wb'.")
     rows = name_rows(target.family, style, target.average)
     headed = style == "huggingface" and any(k.startswith("head.") for k in target.shapes) or target.family == "mae"
     prefix = lambda n: _PREFIX[target.family] + n if headed and not n.startswith(("classifier", "decoder.")) else n
@@ -262,3 +272,28 @@ def split_tensor(
     parts = t.view(source.heads, 3, -1, *t.shape[1:]).transpose(0, 1)
     if source.how == "packed": return [(source.names[0], parts.reshape(t.shape))]
     return [(name, p.reshape(-1, *t.shape[1:])) for name, p in zip(source.names, parts)]
+
+# %% ../../nbs/35_models.weights.ipynb #8b30cabd
+def to_foreign(
+    model: nn.Module, # Whose tensors they are
+    tensors: dict[str, torch.Tensor], # Some of its parameters, or what has their shapes, by path
+    style: str = "timm", # One of `models.names.STYLES`
+) -> dict[str, torch.Tensor]:
+    "Tensors of a model as a style has them."
+    sources = export_names(target_of(model), style)
+    return dict(pair for own, t in tensors.items() for pair in split_tensor(t, sources[own]))
+
+# %% ../../nbs/35_models.weights.ipynb #256a4569
+def from_foreign(
+    model: nn.Module, # Whose tensors they are to be
+    tensors: dict[str, torch.Tensor], # By the names of a style, all of its parameters
+    style: str = "timm", # One of `models.names.STYLES`
+) -> dict[str, torch.Tensor]: # By path in the model, for `load_state_dict`
+    "Tensors of a style as a model has them."
+    target = target_of(model)
+    report, found = match_weights(target, {k: tuple(t.shape) for k, t in tensors.items()}, style), {}
+    if said := report.refusal(): raise ValueError(said)
+    for own, source in report.loaded.items():
+        found[own] = tensors[source.names[0]].new_empty(target.shapes[own])
+        fill(found[own], source, lambda name, *window: tensors[name][tuple(window) or ...], target.shapes[own])
+    return found

@@ -140,7 +140,7 @@ def due(self:_Script, interrupted, timeout):
     self.plan = self.plan[len(steps):]
     return steps
 
-# %% ../../nbs/70h_notebook.isolated.ipynb #016d538d
+# %% ../../nbs/70h_notebook.isolated.ipynb #4efed47e
 @patch
 def send(self:_Script, number, ranks=None):
     "Send a signal to ranks, default all, and to the processes they have started."
@@ -149,10 +149,14 @@ def send(self:_Script, number, ranks=None):
             with suppress(OSError): os.killpg(note["pid"], number)
 
 @patch
-def interrupt(self:_Script): self.send(signal.SIGINT, [r for r in range(self.n) if r not in self.answers])
+def interrupt(self:_Script):
+    "Interrupt the ranks that are busy."
+    self.send(signal.SIGINT, [r for r in range(self.n) if r not in self.answers])
 
 @patch
-def terminate(self:_Script): self.send(signal.SIGTERM)
+def terminate(self:_Script):
+    "Ask torchrun and the ranks to end."
+    self.send(signal.SIGTERM)
 
 # %% ../../nbs/70h_notebook.isolated.ipynb #6ab991e3
 @patch

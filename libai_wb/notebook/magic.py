@@ -47,12 +47,13 @@ class RanksInterrupted(KeyboardInterrupt):
     "You interrupted the ranks."
     def _render_traceback_(self): return [f"KeyboardInterrupt: {self}"]
 
-# %% ../../nbs/71_notebook.magic.ipynb #73f0caa0
+# %% ../../nbs/71_notebook.magic.ipynb #efe5e888
 def run_here(
     shell, # IPython shell
     cell: str, # Source
 ):
     "Run a cell in the notebook."
+    __tracebackhide__ = True # frames of this library say nothing about your cell
     code = shell.transform_cell(cell)
     name = shell.compile.cache(code, shell.execution_count, raw_code=cell)
     body = ast.parse(code, name).body
@@ -60,7 +61,7 @@ def run_here(
     exec(shell.compile(ast.Module(body, []), name, "exec"), shell.user_ns)
     if last: exec(shell.compile(ast.Interactive(last), name, "single"), shell.user_ns)
 
-# %% ../../nbs/71_notebook.magic.ipynb #4df9999b
+# %% ../../nbs/71_notebook.magic.ipynb #901051d4
 @magics_class
 class DistributedMagics(Magics):
     "`%%distributed`, `%%rank` and `%%local`."
@@ -85,6 +86,7 @@ class DistributedMagics(Magics):
         --expect-error      the cell fails on purpose
 
         In every rank `rank`, `world_size`, `device` and `mesh` are defined and torch.distributed is ready."""
+        __tracebackhide__ = True
         try: self.run(parse_line(line), cell)
         except KeyboardInterrupt as e: raise RanksInterrupted(str(e)) from None
         except (LaunchError, SyntaxError): raise
@@ -174,10 +176,11 @@ def ask(rank, busy, prompt="", password=False):
     wait = f" (rank{'s' * (len(others) > 1)} {', '.join(others)} still busy)" if others else ""
     return (getpass.getpass if password else input)(f"[rank{rank}]{wait} {prompt}")
 
-# %% ../../nbs/71_notebook.magic.ipynb #adfd9806
+# %% ../../nbs/71_notebook.magic.ipynb #dd1ad8d9
 @patch
 def run(self:DistributedMagics, options, cell):
     "Run a cell as its options say."
+    __tracebackhide__ = True
     if options.isolated: results, note = self.run_script(options, cell), "The cell ran as a script of its own."
     else:
         if options.local: run_here(self.shell, cell)

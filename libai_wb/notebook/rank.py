@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = ['ENTRY', 'rank_env', 'open_session', 'sweep_sessions', 'cut_links', 'serve_rank', 'RankManager', 'RankLink']
 
-# %% ../../nbs/70_notebook.rank.ipynb #3fef95f8
+# %% ../../nbs/70_notebook.rank.ipynb #268af531
 import asyncio, atexit, bdb, contextvars, faulthandler, json, os, shutil, signal, socket, sys, tempfile, threading
-import types, warnings
+import time, types, warnings
 from pathlib import Path
 
-import IPython.core.debugger, psutil, tqdm.std
+import IPython.core.debugger, ipykernel.iostream, psutil, tqdm.std
 from fastcore.basics import patch
 from ipykernel.ipkernel import IPythonKernel
 from ipykernel.kernelapp import IPKernelApp
@@ -133,12 +133,12 @@ class _RankApp(IPKernelApp):
         context.sndhwm = 0
         super().init_iopub(context)
 
-# %% ../../nbs/70_notebook.rank.ipynb #d177e5a5
+# %% ../../nbs/70_notebook.rank.ipynb #d8c41022
 def _show_places():
     "Let `SIGUSR1` write the stack of the main thread to a file."
     places = Path(os.environ["LIBAI_WB_SESSION"])/f"rank{os.environ['RANK']}.places"
     faulthandler.register(signal.SIGUSR1, file=open(places, "w"), all_threads=False)
-    faulthandler.enable(open(places.with_suffix(".log"), "a")) # a crash says where, too
+    faulthandler.enable(open(places.with_suffix(".log"), "a"), all_threads=False) # a crash says where, too
 
 # %% ../../nbs/70_notebook.rank.ipynb #337c18cf
 def _text_bars():
@@ -148,7 +148,7 @@ def _text_bars():
     module.trange = module.tnrange = tqdm.std.trange
     sys.modules[module.__name__] = sys.modules["tqdm.notebook"] = module
 
-# %% ../../nbs/70_notebook.rank.ipynb #e5c3175d
+# %% ../../nbs/70_notebook.rank.ipynb #38f4a01b
 def _mend_habits(shell):
     "Change what is out of place in a rank."
     shell.push(dict(exit=sys.exit, quit=sys.exit), interactive=False)
@@ -156,6 +156,13 @@ def _mend_habits(shell):
     sys.breakpointhook = sys.__breakpointhook__ # debugpy's waits for a debugger to attach and does nothing else
     IPython.core.debugger.Pdb.cmdloop = _quits_on_interrupt(IPython.core.debugger.Pdb.cmdloop)
     threading.Thread.start = _with_context(threading.Thread.start)
+    ipykernel.iostream.OutStream.write = _spells_surrogates(ipykernel.iostream.OutStream.write)
+
+def _spells_surrogates(write):
+    def spell(self, text):
+        plain = not isinstance(text, str) or text.isascii()
+        return write(self, text if plain else text.encode("utf-8", "backslashreplace").decode())
+    return spell
 
 def _quits_on_interrupt(cmdloop):
     def loop(self, intro=None):
@@ -197,7 +204,7 @@ class RankManager(AsyncKernelManager):
         argv = [sys.executable, "-c", ENTRY, "{connection_file}"]
         return KernelSpec(argv=argv, display_name="rank", language="python")
 
-# %% ../../nbs/70_notebook.rank.ipynb #9484632e
+# %% ../../nbs/70_notebook.rank.ipynb #ebc17c3f
 class RankLink:
     "A rank: its process, the channels to it, and its log."
     def __init__(self,
@@ -207,7 +214,8 @@ class RankLink:
         most: int = 20_000, # Messages in the queue from which on output goes to the log only
     ):
         self.rank, self.folder, self.inbox, self.most = rank, folder, inbox, most
-        self.log, self.process, self.tasks, self.current = folder/f"rank{rank}.log", None, [], None
+        self.log, self.process, self.tasks = folder/f"rank{rank}.log", None, []
+        self.current, self.heard = None, 0. # id of the code that it is at; when it said something, by time.monotonic()
 
     async def start(self, context, env):
         "Start the process and listen to it."
@@ -227,6 +235,7 @@ class RankLink:
         while True:
             try: message = await channel.get_msg()
             except ValueError: continue # wrong signature or replayed: not from our kernel
+            self.heard = time.monotonic()
             kind, about = message["msg_type"], message["parent_header"].get("msg_id")
             if kind == "stream": self.keep(message["content"]["text"])
             if kind == "release_reply": self.released.set()

@@ -143,7 +143,7 @@ class CellState:
         self.end = max(getattr(self, "end", now + 1), self.heard + 1)
         return now > self.end
 
-# %% ../../nbs/70a_notebook.results.ipynb #efdafbe0
+# %% ../../nbs/70a_notebook.results.ipynb #717c2f26
 @patch
 def take(self:CellState, rank, message):
     "Note a message; returns the `Event` in it, if there is one."
@@ -151,6 +151,7 @@ def take(self:CellState, rank, message):
     mine = message["parent_header"].get("msg_id") == self.sent.get(rank)
     if kind == "status" and mine and content["execution_state"] == "idle": self.idle.add(rank)
     if kind == "execute_reply" and mine: self.answer(rank, content, message["header"]["date"].timestamp())
+    if mine and kind == "execute_reply": return self.page(rank, content)
     if not mine or kind not in _EVENTS: return None
     if self.touched and content.get("text", "").strip() == "KeyboardInterrupt": return None # what IPython says of it
     self.hear(time.monotonic())
@@ -159,6 +160,12 @@ def take(self:CellState, rank, message):
         self.text[rank].append(content["text"])
         self.size[rank] += len(content["text"])
     return Event(rank, kind, content)
+
+@patch
+def page(self:CellState, rank, content):
+    "What a frontend would show in a pager: the help of `name?`."
+    for part in content.get("payload", []):
+        if part.get("source") == "page": return Event(rank, "display_data", dict(data=part["data"], metadata={}))
 
 _EVENTS = ("stream", "display_data", "update_display_data", "execute_result", "input_request")
 

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['noted_interrupts', 'Wire', 'Running']
 
-# %% ../../nbs/70d_notebook.running.ipynb #b6696922
+# %% ../../nbs/70d_notebook.running.ipynb #c7ff26c6
 import asyncio, os, queue, signal, subprocess, sys, threading, time
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +15,7 @@ import psutil, zmq.asyncio
 from fastcore.basics import patch
 from .rank import RankLink
 from .results import CellState, Event, RankResult, exit_reason
-from .stacks import ask_stacks, describe, waits_in
+from .stacks import ask_stacks, describe, read_stack, waits_in
 
 # %% ../../nbs/70d_notebook.running.ipynb #9498cfa8
 @contextmanager
@@ -112,13 +112,13 @@ class Running(CellState):
         self.wire, self.show, self.ask, self.sources = wire, show or (lambda event: None), ask, sources or {}
         self.questions, self.left, self.sample = [], {}, None
 
-# %% ../../nbs/70d_notebook.running.ipynb #d7f024b2
+# %% ../../nbs/70d_notebook.running.ipynb #f1622ee5
 @patch
 def run(self:Running):
     "Wait until every rank has answered; `results` has what they made of it, `left` those that are still busy."
     with noted_interrupts() as self.hits:
         self.send()
-        while not self.settled(time.monotonic()):
+        while not self.settled(time.monotonic()) or self.comes():
             heard = self.receive()
             self.note_deaths()
             if self.questions and not self.hits: self.answer_question(heard)
@@ -134,6 +134,11 @@ def send(self:Running):
     self.written = {link.rank: link.log.stat().st_size for link in links}
     ids = self.wire.all([link.send(self.code, *self.options) for link in links])
     self.sent = dict(zip(self.ranks, ids))
+@patch
+def comes(self:Running):
+    "Whether output is still on its way behind that of earlier cells; not for ever, a thread may write without end."
+    now, late = time.monotonic(), [self.wire.links[r].heard for r in self.sent if r not in self.idle]
+    return bool(late) and now - max(late) < 1 and now - self.end < 15
 
 # %% ../../nbs/70d_notebook.running.ipynb #3bfdb785
 @patch
@@ -162,16 +167,17 @@ def answer_question(self:Running, heard):
     self.hear(time.monotonic())
     self.wire.all([self.wire.links[event.rank].tell("input", value=text)])
 
-# %% ../../nbs/70d_notebook.running.ipynb #6ae24bf1
+# %% ../../nbs/70d_notebook.running.ipynb #1b30f178
 @patch
 def note_deaths(self:Running):
     "A rank whose process has ended will not answer."
     for r in self.pending:
         code = self.wire.links[r].process.poll()
         if code is None: continue
-        said = self.wire.links[r].log.read_bytes()[self.written[r]:] # while this code ran
-        tail = said.decode(errors="replace").splitlines()[-5:]
-        self.results[r] = RankResult(r, "died", evalue=exit_reason(code), when=time.time(), traceback=tail)
+        said = self.wire.links[r].log.read_bytes()[self.written[r]:].decode(errors="replace") # while this code ran
+        text, _, crash = said.partition("Fatal Python error: ")
+        how = exit_reason(code) + f" at {describe(read_stack(crash), self.sources)}" * bool(crash)
+        self.results[r] = RankResult(r, "died", evalue=how, when=time.time(), traceback=text.splitlines()[-5:])
         self.idle.add(r)
 
 # %% ../../nbs/70d_notebook.running.ipynb #8c8925f2

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['rank_device', 'join_group', 'Pool']
 
-# %% ../../nbs/70e_notebook.workers.ipynb #311db5ab
-import atexit, os, queue, shutil, time
+# %% ../../nbs/70e_notebook.workers.ipynb #d5acdbaa
+import atexit, multiprocessing, os, queue, shutil, time
 from pathlib import Path
 from typing import Callable
 
@@ -36,7 +36,7 @@ def rank_device(
                          "fewer ranks, for --gpus none to compute on the CPU, or for --share-gpu to debug over gloo.")
     return f"cuda:{rank % gpus}"
 
-# %% ../../nbs/70e_notebook.workers.ipynb #c5c8ab16
+# %% ../../nbs/70e_notebook.workers.ipynb #c9d5068d
 def join_group(
     generation: int, # 0 at the start, one more after each failure
 ) -> tuple: # rank, world size, `torch.device`, `DeviceMesh` or `None`
@@ -50,10 +50,25 @@ def join_group(
     device, folder = torch.device(rank_device(rank, world, found, share)), Path(env["LIBAI_WB_SESSION"])
     if torch.distributed.is_initialized(): torch.distributed.destroy_process_group()
     if device.type == "cuda": torch.cuda.set_device(device)
+    _check_loaders(torch.utils.data.DataLoader)
     nccl = device.type == "cuda" and world <= found
     init_group(rank, world, folder/f"store{generation}", float(env["LIBAI_WB_TIMEOUT"]), "cuda" if nccl else "cpu")
     (folder/f"rank{rank}.device").write_text(str(device))
     return rank, world, device, make_mesh(layout, device.type)
+
+def _check_loaders(loader):
+    "Let a loader refuse workers that start anew and could not find what a cell has defined."
+    if hasattr(loader, "_libai_wb_iterate"): return
+    iterate = loader._libai_wb_iterate = loader._get_iterator
+    def checked(self):
+        start = getattr(self.multiprocessing_context, "_name", None) or multiprocessing.get_start_method()
+        parts = [x if isinstance(x, type) or callable(x) else type(x) for x in (self.dataset, self.collate_fn)]
+        lost = [x.__name__ for x in parts if getattr(x, "__module__", "") == "__main__"]
+        if self.num_workers and start != "fork" and lost:
+            raise ValueError(f"{lost[0]} was defined in a cell, where workers started by {start!r} cannot find it; "
+                             "move it into a file beside the notebook, or use multiprocessing_context='fork'.")
+        return iterate(self)
+    loader._get_iterator = checked
 
 _JOIN = """from libai_wb.notebook.workers import join_group as _join_group
 rank, world_size, device, mesh = _join_group({})"""
@@ -110,7 +125,7 @@ def start(self:Pool):
         self.stop(0)
         raise
 
-# %% ../../nbs/70e_notebook.workers.ipynb #d7c37401
+# %% ../../nbs/70e_notebook.workers.ipynb #4ed4f7b6
 @patch
 def _join(self:Pool):
     "Let every rank join a new process group."
@@ -121,6 +136,8 @@ def _join(self:Pool):
     self.generation, self.owed, self.stale = self.generation + 1, cell.left, True
     if cell.cause == "interrupt": raise KeyboardInterrupt("the ranks were not ready yet")
     results = [cell.results[r] for r in ranks]
+    first = first_failure(results)
+    if first and first.ename == "ValueError": raise ValueError(first.evalue) # a mistake in the call, seen by all
     if error := as_error(results, "The ranks have no process group; try `%dist restart`."): raise error
     self.stale = False
 

@@ -85,12 +85,12 @@ def _check_modules(model, modules):
     for key in modules:
         if key not in classes: _unmatched("modules", key, whole, classes)
 
-# %% ../../nbs/50_optim.build.ipynb #eb5c6e44
+# %% ../../nbs/50_optim.build.ipynb #0a1a1867
 def _unmatched(given, key, model, there):
     "Refuse a name that reaches nothing and looks like one that does; warn of any other."
     kind = dict(overrides="name of a parameter", modules="class that owns parameters")[given]
     found = f"{given}[{key!r}] matches no {kind} in {type(model).__name__}"
-    close, some = nearest(key.rpartition(".")[2], sorted(there)), ", ".join(sorted(there)[:8])
+    close, some = nearest(key.rpartition(".")[2], sorted(there), .75), ", ".join(sorted(there)[:8])
     if close: raise ValueError(f"{found}; did you mean {close!r}?")
     if there & {*key.split(".")}: raise ValueError(f"{found}; did you mean one of {some}?")
     warnings.warn(f"{found} and changes nothing; there are {some}.", stacklevel=3)

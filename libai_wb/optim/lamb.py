@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['logical_norms', 'trust_ratios', 'Lamb', 'check_settings', 'step_groups']
 
-# %% ../../nbs/50b_optim.lamb.ipynb #c818cc63
+# %% ../../nbs/50b_optim.lamb.ipynb #2be1334e
 from typing import Callable
 
 import torch
@@ -13,10 +13,6 @@ from fastcore.basics import patch
 from torch.optim import Optimizer
 
 from ..mesh.collectives import all_sum, local
-from ..mesh.launch import make_mesh
-from ..mesh.parallelize import _toy, logical, parallelize
-from ..mesh.rng import generator
-from ..mesh.topology import ParallelLayout
 
 # %% ../../nbs/50b_optim.lamb.ipynb #2337616f
 def _cuts(p):
@@ -48,7 +44,7 @@ def trust_ratios(
     ratio = torch.where((weight > 0) & (update > 0), weight / update, 1.)
     return ratio.clamp(max=1.) if trust_clip else ratio
 
-# %% ../../nbs/50b_optim.lamb.ipynb #b79d1a2f
+# %% ../../nbs/50b_optim.lamb.ipynb #af4bde93
 class Lamb(Optimizer):
     "Adam whose updates are as long as a fixed part of their weights."
     def __init__(self,
@@ -62,10 +58,10 @@ class Lamb(Optimizer):
         trust_clip: bool = False, # Trust ratios never above 1
         always_adapt: bool = False, # Trust ratios for groups without weight decay, too
     ):
-        check_settings(lr=lr, eps=eps, weight_decay=weight_decay)
         super().__init__(params, dict(
             lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay, bias_correction=bias_correction,
             grad_averaging=grad_averaging, trust_clip=trust_clip, always_adapt=always_adapt))
+        check_settings(self)
 
     @torch.no_grad()
     def step(self,
@@ -74,13 +70,20 @@ class Lamb(Optimizer):
         "Update every parameter that has a gradient."
         return step_groups(self, closure)
 
-# %% ../../nbs/50b_optim.lamb.ipynb #a9037198
+# %% ../../nbs/50b_optim.lamb.ipynb #28cb5814
 def check_settings(
-    **settings: float, # By name
-) -> None: # Raises for one below 0
-    "Refuse negative settings."
-    for name, value in settings.items():
-        if value < 0: raise ValueError(f"{name}={value} is negative; use 0 or more.")
+    optimizer: Optimizer, # With its groups
+) -> None: # Raises for a setting that cannot be meant
+    "Refuse settings below 0, and decays of 1 and more."
+    for group in optimizer.param_groups:
+        for name in ("lr", "eps", "weight_decay", "trust_coeff", "dampening"):
+            if not group.get(name, 0) >= 0: raise ValueError(f"{name}={group[name]} is negative; use 0 or more.")
+        decays = {k: group[k] for k in ("betas", "momentum") if k in group}
+        for name, value in decays.items():
+            each = value if name == "betas" else [value]
+            if len(each) != 1 + (name == "betas") or not all(0 <= decay < 1 for decay in each):
+                raise ValueError(f"{name}={value} lets a running mean grow without bound; use "
+                                 f"{'two decays' if name == 'betas' else 'a decay'} of 0 or more, and less than 1.")
 
 # %% ../../nbs/50b_optim.lamb.ipynb #e2763f52
 def step_groups(
@@ -131,20 +134,3 @@ def update(self: Lamb,
         torch._foreach_mul_(delta, trust_ratios(params, delta, group["trust_clip"]).unbind())
     torch._foreach_mul_(delta, group["lr"])
     torch._foreach_sub_(weights, delta)
-
-# %% ../../nbs/50b_optim.lamb.ipynb #fec82922
-def _train_toy(make, mesh=None, steps=5, dtype=torch.float64):
-    "Logical weights of a small chain of layers, trained for some steps, and its optimizer's moments."
-    with torch.device("meta"): model = _toy()
-    model, x = parallelize(model.to(dtype), mesh, seed=1), torch.linspace(-1, 1, 48, dtype=dtype).view(16, 3)
-    opt = make(model.parameters())
-    for _ in range(steps):
-        opt.zero_grad()
-        (model(x) - x[:, :2]).square().sum().backward()
-        opt.step()
-    moments = {f"{k} {name}": logical(v) for k, p in model.named_parameters() for name, v in opt.state[p].items()}
-    return {k: logical(p).detach() for k, p in model.named_parameters()} | moments
-
-# %% ../../nbs/50b_optim.lamb.ipynb #9f58c263
-def _check_lamb(rank, n, dtype):
-    return _train_toy(Lamb, make_mesh(ParallelLayout(tp=n)), dtype=getattr(torch, dtype))

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Lars']
 
-# %% ../../nbs/50c_optim.lars.ipynb #1c4da14e
+# %% ../../nbs/50c_optim.lars.ipynb #507ec2de
 from typing import Callable
 
 import torch
@@ -13,11 +13,9 @@ from fastcore.basics import patch
 from torch.optim import Optimizer
 
 from ..mesh.collectives import local
-from ..mesh.launch import make_mesh
-from ..mesh.topology import ParallelLayout
-from .lamb import _train_toy, check_settings, logical_norms, step_groups
+from .lamb import check_settings, logical_norms, step_groups
 
-# %% ../../nbs/50c_optim.lars.ipynb #b4907a77
+# %% ../../nbs/50c_optim.lars.ipynb #ede3c717
 class Lars(Optimizer):
     "SGD whose gradients are as long as a fixed part of their weights."
     def __init__(self,
@@ -32,13 +30,13 @@ class Lars(Optimizer):
         trust_clip: bool = False, # Never a larger step than SGD's
         always_adapt: bool = False, # Scale groups without weight decay, too
     ):
-        check_settings(lr=lr, momentum=momentum, weight_decay=weight_decay, trust_coeff=trust_coeff, eps=eps)
         if nesterov and (momentum == 0 or dampening != 0):
             raise ValueError(f"nesterov=True with momentum={momentum} and dampening={dampening} is not defined; use a "
                              "momentum above 0 and no dampening.")
         super().__init__(params, dict(
             lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov,
             trust_coeff=trust_coeff, eps=eps, trust_clip=trust_clip, always_adapt=always_adapt))
+        check_settings(self)
 
     @torch.no_grad()
     def step(self,
@@ -82,8 +80,3 @@ def update(self: Lars,
         torch._foreach_mul_(deltas, ratios.unbind())
     if group["momentum"]: deltas = self._with_momentum(group, params, deltas)
     torch._foreach_sub_(weights, torch._foreach_mul(deltas, group["lr"]))
-
-# %% ../../nbs/50c_optim.lars.ipynb #48ef3d44
-def _lars_for_toy(params): return Lars(params, lr=.5, momentum=.9, weight_decay=.01, trust_coeff=.02)
-def _check_lars(rank, n, dtype):
-    return _train_toy(_lars_for_toy, make_mesh(ParallelLayout(tp=n)), dtype=getattr(torch, dtype))

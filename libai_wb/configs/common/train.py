@@ -6,6 +6,7 @@ from libai_wb.scheduler import WarmupCosineLR
 train = dict(
     output_dir="outputs",
     load_weight="",  # a run, a checkpoint or a file of weights to start from; it may be another library's
+    load_strict=True,  # refuse weights that do not fit; false loads what fits
     seed=0,
     random=dict(mode="exact"),  # "per_shard" draws per rank: quicker on many, and layouts then agree on average only
     check_mode=0,  # first updates in which ranks compare their batches and samples are fetched twice
