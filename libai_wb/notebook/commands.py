@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = ['as_table', 'DistMagics', 'AutoCells', 'lonely', 'load', 'unload']
 
-# %% ../../nbs/71d_notebook.commands.ipynb #26e64cac
+# %% ../../nbs/71d_notebook.commands.ipynb #f80a3ab9
 import re, shlex
 
 from fastcore.basics import patch
 from IPython.core.magic import Magics, line_magic, magics_class
-from .completion import complete_with, remove_completion
+from .completion import VERBS, complete_with, remove_completion
 from .doctor import doctor
 from .magic import DistributedMagics
 from .options import LaunchError, parse_line, parse_ranks
@@ -26,23 +26,7 @@ def as_table(
     widths = [max(map(len, column)) for column in zip(*cells)]
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in cells)
 
-# %% ../../nbs/71d_notebook.commands.ipynb #1179e5f1
-_HELP = {
-    "status": "what each rank is doing (also plain `%dist`)",
-    "start": "-n 4 | --layout dp2tp2 [--gpus 0,1]: start ranks before the first cell does",
-    "stop": "end the ranks",
-    "restart": "new ranks of the same layout; variables are gone",
-    "tail": "[LINES] [--ranks 0,2]: what ranks have written last",
-    "stack": "[--ranks 0,2]: where ranks are in their code",
-    "push": "lr,bs [--ranks 0,2]: give ranks variables of the notebook",
-    "pull": "NAME[,NAME] [--ranks 0,2]: get variables; yours if one rank is chosen, else {rank: value}",
-    "free": "let go of the last traceback and cached memory on the ranks",
-    "silence": "SECONDS | off: after how much silence it is looked where the ranks are",
-    "auto": "on | off: run plain cells on the ranks too; `%%local` exempts one",
-    "doctor": "check this machine: two ranks, a collective, sockets, devices, versions",
-    "help": "this list",
-}
-
+# %% ../../nbs/71d_notebook.commands.ipynb #c09e810f
 @magics_class
 class DistMagics(Magics):
     "`%dist`."
@@ -61,8 +45,8 @@ class DistMagics(Magics):
         "Look after the ranks of `%%distributed`; `%dist help` lists the commands."
         try: verb, *words = shlex.split(line) or ["status"]
         except ValueError as e: raise LaunchError(f"%dist {line} cannot be read ({e}); close the quotation.") from None
-        if verb not in _HELP:
-            raise LaunchError(f"%dist {verb} is not known; write one of {', '.join(_HELP)} behind %dist.")
+        if verb not in VERBS:
+            raise LaunchError(f"%dist {verb} is not known; write one of {', '.join(VERBS)} behind %dist.")
         try: return getattr(self, f"do_{verb}")(*_take_ranks(words))
         except LaunchError: raise
         except ValueError as e: raise LaunchError(str(e)) from None
@@ -80,7 +64,7 @@ def _one_of(words, choices, command):
     if len(words) == 1 and words[0] in choices: return words[0]
     raise LaunchError(f"%dist {command} {' '.join(words)} is not known; write %dist {command} {' or '.join(choices)}.")
 
-# %% ../../nbs/71d_notebook.commands.ipynb #ec6b5695
+# %% ../../nbs/71d_notebook.commands.ipynb #5473e1c8
 @patch
 def do_status(self:DistMagics, words, ranks):
     "Say what each rank is doing."
@@ -109,7 +93,7 @@ def do_restart(self:DistMagics, words, ranks):
 @patch
 def do_help(self:DistMagics, words, ranks):
     "List the commands."
-    print(*(f"%dist {verb:8} {text}" for verb, text in _HELP.items()), sep="\n")
+    print(*(f"%dist {verb:8} {text}" for verb, text in VERBS.items()), sep="\n")
 
 # %% ../../nbs/71d_notebook.commands.ipynb #152aba79
 @patch

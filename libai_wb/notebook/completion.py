@@ -13,9 +13,22 @@ from IPython.core.completer import SimpleCompletion, context_matcher
 from .options import OPTIONS
 from .workers import Pool
 
-# %% ../../nbs/71c_notebook.completion.ipynb #bb6c4a35
-VERBS = ("status", "start", "stop", "restart", "tail", "stack", "push", "pull", "free", "silence", "auto", "doctor",
-         "help")
+# %% ../../nbs/71c_notebook.completion.ipynb #9150a6fb
+VERBS = { # command of %dist: what it takes and does
+    "status": "what each rank is doing (also plain `%dist`)",
+    "start": "-n 4 | --layout dp2tp2 [--gpus 0,1]: start ranks before the first cell does",
+    "stop": "end the ranks",
+    "restart": "new ranks of the same layout; variables are gone",
+    "tail": "[LINES] [--ranks 0,2]: what ranks have written last",
+    "stack": "[--ranks 0,2]: where ranks are in their code",
+    "push": "lr,bs [--ranks 0,2]: give ranks variables of the notebook",
+    "pull": "NAME[,NAME] [--ranks 0,2]: get variables; yours if one rank is chosen, else {rank: value}",
+    "free": "let go of the last traceback and cached memory on the ranks",
+    "silence": "SECONDS | off: after how much silence it is looked where the ranks are",
+    "auto": "on | off: run plain cells on the ranks too; `%%local` exempts one",
+    "doctor": "check this machine: two ranks, a collective, sockets, devices, versions",
+    "help": "this list",
+}
 
 def first_line(
     line: str, # Up to the cursor

@@ -5,10 +5,9 @@
 # %% auto #0
 __all__ = ['check_cell', 'run_isolated']
 
-# %% ../../nbs/70h_notebook.isolated.ipynb #eb11e0d5
+# %% ../../nbs/70h_notebook.isolated.ipynb #b4e96242
 import codecs, json, os, re, shutil, signal, subprocess, sys, time, warnings
 from contextlib import suppress
-from pathlib import Path
 from typing import Callable
 
 import psutil
@@ -36,16 +35,15 @@ def check_cell(
     raise ValueError(f"{line!r} is for IPython and an isolated cell runs as a plain Python script; leave magics out of "
                      "the cell, or leave out --isolated.")
 
-# %% ../../nbs/70h_notebook.isolated.ipynb #a912985e
+# %% ../../nbs/70h_notebook.isolated.ipynb #7bd360f1
 _TIMEOUT = 1800 # seconds before a waiting collective gives up, as in a script
 
-def _environment(layout, folder, values=None, gpus=None, more=None):
+def _environment(layout, folder, values=None, more=None):
     "What torchrun and, but for their place, the ranks find in their environment."
     env = {k: v for k, v in rank_env(0, layout, folder, _TIMEOUT).items() if not k.startswith("PET_")} # its options
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LIBAI_WB_BEAT"): env.pop(name, None)
     env |= dict(MPLBACKEND="Agg", PYTHONIOENCODING="utf-8", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     if values: env["LIBAI_WB_VALUES"] = str(values)
-    if gpus is not None: env["CUDA_VISIBLE_DEVICES"] = ",".join(str(g) for g in gpus)
     return env | (more or {})
 
 # %% ../../nbs/70h_notebook.isolated.ipynb #afeae200
@@ -218,14 +216,13 @@ def results(self:_Script, timeout):
     reason = f"was stopped{late}" if self.began else "was stopped before it had begun"
     return [self.result(r, self.note("exits", "") or {}, reason) for r in range(self.n)]
 
-# %% ../../nbs/70h_notebook.isolated.ipynb #b4c50f54
+# %% ../../nbs/70h_notebook.isolated.ipynb #2b39794f
 def run_isolated(
     code: str, # Source of the cell, plain Python
     layout: ParallelLayout, # `layout.world` ranks
     show: Callable[[Event], None] | None = None, # Called here, in this thread, with all output as it comes
     timeout: float | None = None, # Seconds from when the ranks are ready, after which they are stopped
     values: str | os.PathLike | None = None, # File with more names for the cell, of `notebook.values.write_values`
-    gpus: list[int] | None = None, # Which GPUs the ranks may use, none for the CPU; default all that are visible
     env: dict | None = None, # More environment variables of the ranks
 ) -> list[RankResult]: # In rank order
     "Run a cell as a script under torchrun."
@@ -240,7 +237,7 @@ def run_isolated(
         (folder/"libai_wb_cell.py").write_text(STUB)
         with noted_interrupts() as hits:
             try:
-                script.start(_environment(layout, folder, values, gpus, env))
+                script.start(_environment(layout, folder, values, env))
                 script.follow(hits, timeout)
             finally: script.close()
         if hits: script.cause = "interrupt"

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['advice', 'RanksInterrupted', 'run_here', 'DistributedMagics', 'ask']
 
-# %% ../../nbs/71_notebook.magic.ipynb #2f29c5bb
+# %% ../../nbs/71_notebook.magic.ipynb #ce0a285c
 import ast, getpass, re, sys, tempfile, time, uuid
 
 from fastcore.basics import patch
@@ -14,7 +14,7 @@ from IPython.display import display
 from ..mesh.topology import ParallelLayout
 from ..mesh.room import check_ranks, free_memory, usable_cores
 from .isolated import run_isolated
-from .options import LaunchError, Options, parameter_names, parse_line
+from .options import LaunchError, parameter_names, parse_line
 from .output import BarArea, Renderer
 from .results import DistributedError, as_error, first_failure
 from .values import pick, write_values
