@@ -237,11 +237,12 @@ def _complain(error):
     print(f"libai-wb: {error.args[0] if bare else error}", file=sys.stderr)
     return 2
 
-# %% ../nbs/80_cli.ipynb #da5e2917
+# %% ../nbs/80_cli.ipynb #f55ff932
 def main(
     argv: list[str] | None = None, # Words of the command line; `None` takes them from `sys.argv`
 ) -> int: # Exit code: 0 done, 1 a layout does not follow or data are missing, 2 a mistake in the call
     "Entry of the console script and of ranks under torchrun."
+    if not {"", os.getcwd()} & {*sys.path}: sys.path.append("") # models in files beside you, as in `python -m`
     args = _parse(argv)
     try: return args.function(args) or 0
     except (ValueError, OSError, FloatingPointError, SyntaxError, ImportError, NotImplementedError) as e:

@@ -169,7 +169,10 @@ def test_a_cell_for_the_notebook_and_the_ranks(kernel):
 
 def test_a_mistake_in_a_local_cell_hides_no_line_of_it(kernel):
     name, _, trace = kernel.run("%%distributed --local\nhere = 1\nif True print(1)").error
-    assert name == "SyntaxError" and "line 2\n    if True print(1)" in trace
+    assert name == "CellSyntaxError" and "line 2\n    if True print(1)" in plain(trace)
+    assert "SyntaxError: " in plain(trace) and "libai_wb/notebook" not in trace
+    name, said, _ = kernel.run("%%distributed --local\nimport asyncio\nawait asyncio.sleep(0)").error
+    assert name == "LaunchError" and said.startswith("A cell that awaits cannot run here and on the ranks")
     name, _, trace = kernel.run("%%distributed --local\nhere = 1\nhere / 0").error
     assert name == "ZeroDivisionError" and "line 2" in trace and "libai_wb/notebook" not in trace
 
@@ -181,6 +184,10 @@ def test_plain_cells_on_the_ranks(kernel):
         kernel.ok("%dist auto on")
         assert lines(kernel.ok("x + 1")) == ["[on 2 ranks]", "[rank0] 1", "[rank1] 11"]
         assert kernel.ok("%%local\nx").value == "'mine'"
+        both = kernel.ok("%%distributed --local\nboth = x; print(both)") # once here, once on each rank
+        assert lines(both) == ["[on 2 ranks]", "[rank0] 0", "[rank1] 10", "mine"]
+        assert kernel.ok("%%local\nboth").value == "'mine'"
+        assert kernel.ok("%dist tail 0").text == ""
         assert kernel.run("raise ValueError(rank)").error[1].startswith(("rank 0: ValueError: 0", "rank 1: ValueError: 1"))
         assert "ready" not in kernel.ok("%dist").text
     finally: kernel.ok("%dist auto off")

@@ -196,6 +196,33 @@ def test_torchrun_gives_the_ranks(tmp_path):
     assert run.summary["state"] == "finished" and percent(run.model()) == run.summary["metrics"]
 
 
+def test_the_command_finds_a_model_in_the_file_beside_you(tmp_path):
+    "The console script looks into the working directory, as `python -m` does, and says so elsewhere."
+    (tmp_path/"besides.py").write_text(textwrap.dedent("""
+        from torch import nn
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.head = nn.Linear(64, 10)
+            def forward(self, images): return self.head(images.flatten(1))
+    """))
+    (tmp_path/"mine.py").write_text(textwrap.dedent("""
+        from besides import Net
+        from libai_wb.config import LazyCall
+        from libai_wb.engine.build import load_recipe
+        base = load_recipe("vit_nano_digits")
+        model, train, optim, dataloader = LazyCall(Net)(), base.train, base.optim, base.dataloader
+    """))
+    command = str(Path(sys.executable).with_name("libai-wb"))
+    finish([command, "train", "mine.py", "--layout", "dp2", "train.train_iter=2"], tmp_path)
+    assert "Acc@1" in finish([command, "eval", "outputs/mine-dp2"], tmp_path)
+    (elsewhere := tmp_path/"elsewhere").mkdir()
+    done = subprocess.run([command, "eval", "../outputs/mine-dp2"], cwd=elsewhere, capture_output=True, text=True,
+                          timeout=120)
+    assert done.returncode == 2 and "'besides'; check the spelling" in done.stderr and done.stderr.count("\n") == 1
+    assert "run in the folder of its file" in done.stderr
+
+
 def test_a_saved_config_repeats_the_run_from_elsewhere(tmp_path, monkeypatch):
     "R-74: loaded in another working directory, by path, the config gives the same losses."
     run = quietly(recipe(tmp_path), "dp2")

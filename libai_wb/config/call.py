@@ -42,7 +42,7 @@ def _split(name):
         if module is not None: return module, parts[n:]
     return builtins, parts
 
-# %% ../../nbs/00_config.call.ipynb #fb119d2c
+# %% ../../nbs/00_config.call.ipynb #a599e61b
 def _close(word, words):
     "A hint naming the word of `words` nearest to `word`, or nothing"
     near = difflib.get_close_matches(word, [str(w) for w in words], 1)
@@ -57,7 +57,7 @@ def _not_found(name, owner, part):
     if owner is builtins:
         hint = _close(name, NAMES)
         return (f"target {name!r} cannot be found: there is no module or short name {part!r}"
-                f"{hint or ', check the spelling or import the module that registers it'}")
+                f"{hint or '; check the spelling, import what registers it, or run in the folder of its file'}")
     where = getattr(owner, "__name__", repr(owner))
     return f"target {name!r} cannot be found: {where!r} has no {part!r}{_close(part, dir(owner))}"
 

@@ -95,13 +95,13 @@ def do_help(self:DistMagics, words, ranks):
     "List the commands."
     print(*(f"%dist {verb:8} {text}" for verb, text in VERBS.items()), sep="\n")
 
-# %% ../../nbs/71d_notebook.commands.ipynb #152aba79
+# %% ../../nbs/71d_notebook.commands.ipynb #919deeb4
 @patch
 def do_tail(self:DistMagics, words, ranks):
     "Show what ranks have written last."
     if words and not words[0].isdigit(): raise LaunchError(f"%dist tail {words[0]} is no number; write %dist tail 20.")
     for r, lines in self.pool.tail(int(words[0]) if words else 10, ranks).items():
-        print(*(f"[rank{r}] {line}" for line in lines), sep="\n")
+        for line in lines: print(f"[rank{r}] {line}")
 
 @patch
 def do_stack(self:DistMagics, words, ranks):

@@ -74,7 +74,7 @@ def _layout_of(n, text):
                           f"tp {layout.tp} × pp {layout.pp} = {layout.world} ranks; leave -n out.")
     return layout
 
-# %% ../../nbs/70j_notebook.options.ipynb #7789ed50
+# %% ../../nbs/70j_notebook.options.ipynb #8a555516
 def parse_line(
     line: str, # What follows `%%distributed`
 ) -> Options:
@@ -85,7 +85,7 @@ def parse_line(
     except LaunchError: raise
     except ValueError as e: raise LaunchError(str(e)) from None
     if found["timeout"] is not None and not 0 < found["timeout"] < 1e9:
-        raise LaunchError(f"--timeout {found['timeout']} is no time limit; write seconds, such as --timeout 60.")
+        raise LaunchError(f"--timeout {found['timeout']:g} is no time limit; write seconds, such as --timeout 60.")
     if found["isolated"] and (found["ranks"] or found["local"]):
         raise LaunchError("--isolated runs a script on all ranks and nowhere else; leave --ranks and --local out.")
     return Options(layout, **found | dict(push=tuple(found["push"])))
