@@ -58,7 +58,8 @@ class Seen(list):
     def __call__(self, event):
         self.append(event)
         self.times.append(time.monotonic())
-        if self.then and self.sign in str(event.content):
+        said = "".join(e.content.get("text", "") for e in self if e.rank == event.rank) # a line can come in pieces
+        if self.then and self.sign in said:
             self.folders, then, self.then = sessions() - self.before, self.then, None
             then()
 

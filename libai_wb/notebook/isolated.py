@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['check_cell', 'run_isolated']
 
-# %% ../../nbs/70h_notebook.isolated.ipynb #b4e96242
+# %% ../../nbs/70h_notebook.isolated.ipynb #f799a9b0
 import codecs, json, os, re, shutil, signal, subprocess, sys, time, warnings
 from contextlib import suppress
 from typing import Callable
@@ -19,6 +19,7 @@ from .rank import _birth, open_session, rank_env, sweep_sessions
 from .results import Event, RankResult, exit_reason, is_echo, one_line
 from .running import noted_interrupts
 from .script import STUB, TORCHRUN, call_it_cell, end_below, failure, lives
+from .stacks import ask_stacks, describe
 
 # %% ../../nbs/70h_notebook.isolated.ipynb #6d09031c
 def check_cell(
@@ -173,12 +174,33 @@ def close(self:_Script):
     self.send(signal.SIGKILL) # their data workers, if torchrun itself was killed
     for tail in self.tails.values(): tail.close()
 
-# %% ../../nbs/70h_notebook.isolated.ipynb #bc2d63df
+# %% ../../nbs/70h_notebook.isolated.ipynb #b0b7d266
 @patch
-def follow(self:_Script, hits, timeout):
+def look(self:_Script):
+    "Say where the ranks are that have not answered."
+    notes = {r: self.note("began", r) for r in range(self.n) if r not in self.answers}
+    stacks = ask_stacks({r: note["pid"] for r, note in notes.items() if note}, self.folder)
+    cell = {"cell.py": (self.folder/"cell.py").read_text(encoding="utf-8")}
+    places = "".join(f"[rank{r}] {describe(stack, cell)}\n" for r, stack in stacks.items())
+    text = f"[no output for {time.monotonic() - self.heard:.0f} s]\n{places}"
+    if self.show is not None: self.show(Event(None, "notice", dict(text=text)))
+
+@patch
+def watch(self:_Script, some, silence):
+    "Note output, and look where the ranks are when there was none for long."
+    now = time.monotonic()
+    if some or not self.began: self.heard, self.wait = now, silence
+    elif self.wait and not self.cause and now - self.heard > self.wait:
+        self.wait *= 2
+        self.look()
+
+# %% ../../nbs/70h_notebook.isolated.ipynb #888929aa
+@patch
+def follow(self:_Script, hits, timeout, silence):
     "Show output and take the steps that are due until all has ended."
     while self.process.poll() is None:
-        if not self.take(): time.sleep(.03)
+        if not (some := self.take()): time.sleep(.03)
+        self.watch(some, silence)
         for step in self.due(bool(hits), timeout): getattr(self, step)()
     while self.take(): pass
 
@@ -216,7 +238,7 @@ def results(self:_Script, timeout):
     reason = f"was stopped{late}" if self.began else "was stopped before it had begun"
     return [self.result(r, self.note("exits", "") or {}, reason) for r in range(self.n)]
 
-# %% ../../nbs/70h_notebook.isolated.ipynb #2b39794f
+# %% ../../nbs/70h_notebook.isolated.ipynb #1cff8924
 def run_isolated(
     code: str, # Source of the cell, plain Python
     layout: ParallelLayout, # `layout.world` ranks
@@ -224,6 +246,7 @@ def run_isolated(
     timeout: float | None = None, # Seconds from when the ranks are ready, after which they are stopped
     values: str | os.PathLike | None = None, # File with more names for the cell, of `notebook.values.write_values`
     env: dict | None = None, # More environment variables of the ranks
+    silence: float | None = 120, # Seconds without output before you are told where the ranks are, `None` for never
 ) -> list[RankResult]: # In rank order
     "Run a cell as a script under torchrun."
     n = layout.world
@@ -238,7 +261,7 @@ def run_isolated(
         with noted_interrupts() as hits:
             try:
                 script.start(_environment(layout, folder, values, env))
-                script.follow(hits, timeout)
+                script.follow(hits, timeout, silence)
             finally: script.close()
         if hits: script.cause = "interrupt"
         results = script.results(timeout)

@@ -200,7 +200,7 @@ def ask(rank, busy, prompt="", password=False):
     wait = f" (rank{'s' * (len(others) > 1)} {', '.join(others)} still busy)" if others else ""
     return (getpass.getpass if password else input)(f"[rank{rank}]{wait} {prompt}")
 
-# %% ../../nbs/71_notebook.magic.ipynb #8456c407
+# %% ../../nbs/71_notebook.magic.ipynb #0c577ee7
 @patch
 def run(self:DistributedMagics, options, cell):
     "Run a cell as its options say."
@@ -239,5 +239,5 @@ def run_script(self:DistributedMagics, options, cell):
     env = _gpu_env(options.gpus, options.share_gpu) or (self.pool and self.pool.env)
     with tempfile.TemporaryDirectory() as folder:
         values = write_values(self.given(options), folder)
-        try: return run_isolated(cell, layout, renderer, options.timeout, values, env=env)
+        try: return run_isolated(cell, layout, renderer, options.timeout, values, env=env, **self.settings)
         finally: renderer.close()

@@ -164,7 +164,7 @@ def _leave():
         with suppress(Exception): stream.flush()
     os._exit(0)
 
-# %% ../../nbs/70f_notebook.script.ipynb #82ada957
+# %% ../../nbs/70f_notebook.script.ipynb #1f531b18
 def serve_script(
     folder: str, # Session folder
     parent: str, # Process id of torchrun
@@ -174,6 +174,7 @@ def serve_script(
     if os.getppid() != int(parent): os._exit(1)
     faulthandler.enable()
     folder, rank = Path(folder), os.environ["RANK"]
+    faulthandler.register(signal.SIGUSR1, file=open(folder/f"rank{rank}.places", "w"), all_threads=False)
     answer = _attempt(folder, rank)
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception): stream.flush()

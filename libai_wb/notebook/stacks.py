@@ -50,7 +50,7 @@ def source_line(
     text = lines[frame.line - 1] if 0 < frame.line <= len(lines) else linecache.getline(frame.file, frame.line)
     return text.strip()
 
-# %% ../../nbs/70b_notebook.stacks.ipynb #11751cdd
+# %% ../../nbs/70b_notebook.stacks.ipynb #2c5c614e
 _NOT_YOURS = ("-packages/", "/lib/python", "/libai_wb/", "<frozen ")
 
 def cell_name(
@@ -65,7 +65,8 @@ def describe(
 ) -> str: # For example "line 2 of this cell: dist.barrier(), waiting in barrier"
     "Where a rank is, in one line."
     if not stack: return "did not say where it is"
-    if stack[-1].file == "<string>" and not any("/ipykernel_" in f.file for f in stack): return "idle"
+    of_cell = lambda f: "/ipykernel_" in f.file or Path(f.file).name in (sources or {})
+    if stack[-1].file == "<string>" and not any(map(of_cell, stack)): return "idle"
     frame = next((f for f in stack if not any(part in f.file for part in _NOT_YOURS)), stack[0])
     name, text = Path(frame.file).name, source_line(frame, sources)
     known = list(sources or {})
