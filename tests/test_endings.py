@@ -75,8 +75,8 @@ def test_a_rank_that_ends_itself_is_named(tmp_path):
         check_group(kernel)
         ends = kernel.run("%%distributed\nif rank == 1: os._exit(3)\ndist.barrier()")
         assert ends.seconds < 5 and ends.error[1].startswith("rank 1: exited with code 3")
-        assert kernel.run("%%distributed\n"
-                          "1").error[1].startswith("rank 1 exited with code 3 and its variables are gone")
+        said = kernel.run("%%distributed\n1").error[1]
+        assert said.startswith("rank 1 exited with code 3 and its variables are gone")
         assert kernel.run("%dist pull rank").error[1].startswith("rank 1 exited with code 3")
         kernel.ok("%dist restart")
         start_ranks(kernel)
@@ -135,11 +135,9 @@ loader = iter(torch.utils.data.DataLoader(Rows(), num_workers=2, multiprocessing
 STARTED = {"data workers": "", "a program": "import subprocess; subprocess.Popen(['sleep', '90'])",
            "spawned": "import multiprocessing as mp; mp.get_context('spawn').Process(target=time.sleep, "
                       "args=(90,)).start()",
-           "a "
-           "forkserver": "import multiprocessing as mp; mp.get_context('forkserver').Process(target=time.sleep, "
+           "a forkserver": "import multiprocessing as mp; mp.get_context('forkserver').Process(target=time.sleep, "
                          "args=(90,)).start()",
-           "forked in a "
-           "thread": "import multiprocessing as mp, threading\n"
+           "forked in a thread": "import multiprocessing as mp, threading\n"
                      "def begin(): mp.get_context('fork').Process(target=time.sleep, "
                                  "args=(90,)).start(); time.sleep(90)\n"
                                  "threading.Thread(target=begin, daemon=True).start()"}
@@ -372,10 +370,9 @@ def test_a_killed_rank_again_and_again(tmp_path):
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("code", ["while True: "
-                                  "pass", "while True: print('x' * 50)", "while True: dist.all_reduce(torch.ones(10))",
-                                  "dist.recv(torch.ones(1), src=(rank + 1) % "
-                                  "4)", "dist.barrier() if rank else time.sleep(60)"])
+@pytest.mark.parametrize("code", [
+    "while True: pass", "while True: print('x' * 50)", "while True: dist.all_reduce(torch.ones(10))",
+    "dist.recv(torch.ones(1), src=(rank + 1) % 4)", "dist.barrier() if rank else time.sleep(60)"])
 def test_interrupts(four, code):
     "6: state is kept every time."
     four.ok("%%distributed\nkept = rank")
