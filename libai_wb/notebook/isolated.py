@@ -5,20 +5,20 @@
 # %% auto #0
 __all__ = ['check_cell', 'run_isolated']
 
-# %% ../../nbs/70h_notebook.isolated.ipynb #f799a9b0
+# %% ../../nbs/70h_notebook.isolated.ipynb #37b27638
 import codecs, json, os, re, shutil, signal, subprocess, sys, time, warnings
 from contextlib import suppress
 from typing import Callable
 
-import psutil
 from fastcore.basics import patch
 from IPython.core.inputtransformer2 import TransformerManager
+from ..mesh.processes import birth, is_alive
 from ..mesh.room import check_ranks
 from ..mesh.topology import ParallelLayout
-from .rank import _birth, open_session, rank_env, sweep_sessions
+from .rank import open_session, rank_env, sweep_sessions
 from .results import Event, RankResult, exit_reason, is_echo, one_line
 from .running import noted_interrupts
-from .script import STUB, TORCHRUN, call_it_cell, end_below, failure, lives
+from .script import STUB, TORCHRUN, call_it_cell, end_below, failure
 from .stacks import ask_stacks, describe
 
 # %% ../../nbs/70h_notebook.isolated.ipynb #6d09031c
@@ -110,13 +110,12 @@ _PLANS = dict(failure=((4., "kill"),), interrupt=((0., "interrupt"), (2., "termi
               start=((0., "kill"),))
 _START = 300 # seconds until the ranks must have begun
 
-# %% ../../nbs/70h_notebook.isolated.ipynb #c505e7dc
+# %% ../../nbs/70h_notebook.isolated.ipynb #62c9e02f
 @patch
 def gone(self:_Script, rank):
     "Whether the process of a rank that had begun has ended."
-    if not (note := self.note("began", rank)): return False
-    with suppress(psutil.Error): return _birth(note["pid"]) != note["birth"] or not lives(psutil.Process(note["pid"]))
-    return True
+    note = self.note("began", rank)
+    return bool(note) and not is_alive(note["pid"], note["birth"])
 
 @patch
 def silent(self:_Script):
@@ -139,12 +138,12 @@ def due(self:_Script, interrupted, timeout):
     self.plan = self.plan[len(steps):]
     return steps
 
-# %% ../../nbs/70h_notebook.isolated.ipynb #4efed47e
+# %% ../../nbs/70h_notebook.isolated.ipynb #9f4eb3f2
 @patch
 def send(self:_Script, number, ranks=None):
     "Send a signal to ranks, default all, and to the processes they have started."
     for note in filter(None, (self.note("began", r) for r in (range(self.n) if ranks is None else ranks))):
-        if _birth(note["pid"]) in (None, note["birth"]): # the group of a rank that is gone keeps its number
+        if birth(note["pid"]) in (None, note["birth"]): # the group of a rank that is gone keeps its number
             with suppress(OSError): os.killpg(note["pid"], number)
 
 @patch

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['ENTRY', 'rank_env', 'open_session', 'sweep_sessions', 'cut_links', 'serve_rank', 'RankManager', 'RankLink']
 
-# %% ../../nbs/70_notebook.rank.ipynb #268af531
+# %% ../../nbs/70_notebook.rank.ipynb #d83b3e5d
 import asyncio, atexit, bdb, contextvars, faulthandler, json, os, shutil, signal, socket, sys, tempfile, threading
 import time, types, warnings
 from pathlib import Path
@@ -17,7 +17,7 @@ from ipykernel.kernelapp import IPKernelApp
 from jupyter_client.kernelspec import KernelSpec
 from jupyter_client.manager import AsyncKernelManager
 from traitlets.config import Config
-from ..mesh.processes import die_with_parent
+from ..mesh.processes import birth, die_with_parent
 from ..mesh.room import usable_cores
 from ..mesh.topology import ParallelLayout
 
@@ -41,13 +41,7 @@ def rank_env(
                 PYDEVD_DISABLE_FILE_VALIDATION=1)
     return kept | {k: str(v) for k, v in ours.items()}
 
-# %% ../../nbs/70_notebook.rank.ipynb #99add1ae
-def _birth(pid):
-    "When a process started, or `None` if there is none with this id."
-    try: return round(psutil.Process(pid).create_time(), 1)
-    except psutil.Error: return None
-
-# %% ../../nbs/70_notebook.rank.ipynb #b987c028
+# %% ../../nbs/70_notebook.rank.ipynb #5ff091dd
 _PREFIX = "libai-wb-ranks-"
 
 def _base():
@@ -58,10 +52,10 @@ def _base():
 def open_session() -> Path: # A new folder of mode 0700
     "Make the folder of a pool."
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_base()))
-    (folder/"state.json").write_text(json.dumps(dict(owner=os.getpid(), birth=_birth(os.getpid()))))
+    (folder/"state.json").write_text(json.dumps(dict(owner=os.getpid(), birth=birth(os.getpid()))))
     return folder
 
-# %% ../../nbs/70_notebook.rank.ipynb #63da3d1c
+# %% ../../nbs/70_notebook.rank.ipynb #6ace03b8
 def sweep_sessions(
     base: str | os.PathLike | None = None, # Folder that holds session folders
 ) -> list[str]: # Names of the folders removed
@@ -70,7 +64,7 @@ def sweep_sessions(
     for state in Path(base or _base()).glob(f"{_PREFIX}*/state.json"):
         try: owner = json.loads(state.read_text())
         except (OSError, ValueError): continue
-        if owner["birth"] != _birth(owner["owner"]):
+        if owner["birth"] != birth(owner["owner"]):
             shutil.rmtree(state.parent, ignore_errors=True)
             gone.append(state.parent.name)
     return gone

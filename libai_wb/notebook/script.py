@@ -6,7 +6,7 @@
 __all__ = ['STUB', 'RANK', 'TORCHRUN', 'call_it_cell', 'failure', 'statements_for', 'define_lazily', 'serve_script',
            'torchrun_args', 'lives', 'end_below', 'serve_torchrun']
 
-# %% ../../nbs/70f_notebook.script.ipynb #ace02290
+# %% ../../nbs/70f_notebook.script.ipynb #4e8e89ca
 import ast, atexit, builtins, ctypes, dis, faulthandler, json, os, re, runpy, shutil, signal, sys, threading, time
 import traceback, types
 from contextlib import suppress
@@ -14,7 +14,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import psutil
-from ..mesh.processes import die_with_parent
+from ..mesh.processes import birth, die_with_parent
 
 # %% ../../nbs/70f_notebook.script.ipynb #c3c733ba
 def _colours(kind, **options):
@@ -136,16 +136,15 @@ def _linger(folder, seconds):
         if len(ranks("answer")) == n or waited > seconds and ranks("failing") <= ranks("answer"): return
         time.sleep(.02)
 
-# %% ../../nbs/70f_notebook.script.ipynb #b7e40064
+# %% ../../nbs/70f_notebook.script.ipynb #7e57cf51
 def _attempt(folder, rank):
     "Set up the process group and run the cell; returns how that went."
-    from libai_wb.notebook.rank import _birth
     from libai_wb.notebook.workers import join_group
     script, values = folder/"cell.py", os.environ.get("LIBAI_WB_VALUES")
     try:
         names = dict(zip(("rank", "world_size", "device", "mesh"), join_group(0)))
         if values: names |= _read_values(values)
-        _write(folder/f"began{rank}.json", dict(pid=os.getpid(), birth=_birth(os.getpid())))
+        _write(folder/f"began{rank}.json", dict(pid=os.getpid(), birth=birth(os.getpid())))
         return dict(status="ok", shows=_run_cell(script, names), when=time.time())
     except BaseException as e:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
