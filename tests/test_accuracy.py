@@ -12,7 +12,7 @@ from libai_wb.config import LazyCall
 from libai_wb.engine.build import load_recipe
 from libai_wb.engine.default import train
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(3600)]
 
 
 class PixelModel(nn.Sequential):

@@ -1,0 +1,132 @@
+"""Detached runs outlive whoever started them, are found by their folder, and say how they ended."""
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from kernels import new_kernel
+
+from libai_wb.engine.default import train
+from libai_wb.engine.runs import Run
+from libai_wb.engine.table import list_runs
+
+pytestmark = pytest.mark.timeout(180)
+NANO = "vit_nano_digits"
+ENDLESS = ["train.train_iter=100000", "train.evaluation.enabled=false", "optim.lr=1e-5"]
+
+
+def until(true, seconds=60):
+    "Wait for something, not for ever."
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(.05)
+
+
+def session(run):
+    "The processes of a detached run."
+    sid, found = run.summary["process"]["pid"], []
+    for p in psutil.process_iter(["status"]):
+        try: mine = os.getsid(p.pid) == sid and p.info["status"] != psutil.STATUS_ZOMBIE
+        except OSError: continue
+        if mine: found.append(p)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def nothing_goes_on(tmp_path):
+    "A test that fails must not leave a run that goes on for ever."
+    yield
+    for path in tmp_path.rglob("summary.json"):
+        for p in session(Run(path.parent)): p.kill()
+
+
+@pytest.fixture
+def command(tmp_path):
+    "The console script, in a folder of the test."
+    def call(*words, code=0):
+        env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        done = subprocess.run([Path(sys.executable).with_name("libai-wb"), *map(str, words)], cwd=tmp_path,
+                              capture_output=True, text=True, timeout=120, env=env)
+        assert done.returncode == code, done.stderr
+        return done.stdout + done.stderr
+    return call
+
+
+def test_a_run_outlives_the_kernel_that_started_it(tmp_path):
+    "Its model was written in a cell; the kernel and its process group are killed while the ranks train."
+    with new_kernel(tmp_path) as kernel:
+        kernel.ok("from torch import nn\nfrom libai_wb import load_recipe, train\nfrom libai_wb.config import LazyCall\n"
+                  "class Flat(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+                  "        self.head = nn.Linear(64, 10)\n"
+                  "    def forward(self, images): return self.head(images.flatten(1))\n"
+                  "cfg = load_recipe('vit_nano_digits', ['train.train_iter=3000'])\ncfg.model = LazyCall(Flat)()\n"
+                  "run = train(cfg, 'dp2', detach=True)")
+        run = Run(tmp_path/"outputs"/"Flat-dp2")
+        until(lambda: run.state == "running")
+        os.killpg(os.getpgid(kernel.pid), signal.SIGKILL)
+        assert run.state == "running"
+    assert run.wait(timeout=60, progress=False).state == "finished" and len(run.metrics) == 3000
+    assert type(run.model()).__name__ == "Flat"
+    until(lambda: session(run) == [], 10)
+
+
+def test_a_run_outlives_the_login_shell(tmp_path):
+    "The terminal hangs up, which ends what a shell has started."
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(tmp_path)
+        libai = str(Path(sys.executable).with_name("libai-wb"))
+        os.execlp("bash", "bash", "-c", f"'{libai}' train {NANO} --detach --out run train.train_iter=60; sleep 60")
+    try:
+        until(lambda: (tmp_path/"run"/"metrics.jsonl").exists() and Run(tmp_path/"run").summary.get("process"))
+    finally:
+        os.close(terminal)  # the hang-up
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    run = Run(tmp_path/"run").wait(timeout=60, progress=False)
+    assert run.state == "finished" and run.summary["updates"] == 60 == run.summary["total"]
+
+
+def test_ps_is_right_after_every_end(tmp_path, command):
+    "Finished, failed, killed and stopped, from other processes than those that started the runs."
+    def start(name, *more): return train(NANO, "dp2", tmp_path/name, [*ENDLESS, *more], progress=False, detach=True)
+    stopped, killed, failed = start("stopped"), start("killed"), start("failed", "optim.lr=1e30")
+    until(lambda: stopped.state == killed.state == "running")
+    listed = command("ps", ".")
+    assert listed.count("running") >= 2 and "goes on by itself in process" in command(
+        "train", NANO, "--detach", "--out", "finished", "train.train_iter=4")
+    assert "stopped, " in command("stop", "stopped") and session(stopped) == []
+    os.kill(killed.summary["process"]["pid"], signal.SIGKILL)
+    assert killed.wait(20, progress=False).state == "killed"
+    until(lambda: session(killed) == [], 10)
+    for run in (failed, Run(tmp_path/"finished")): run.wait(60, progress=False)
+    table = list_runs(tmp_path)
+    states = {Path(path).name: row.state for path, row in table.iterrows()}
+    assert states == {name: name for name in ("finished", "failed", "killed", "stopped")}
+    assert "Loss is" in table.loc[str(failed.path), "error"] and table.loc[str(killed.path), "updates"] > 0
+    listed = command("ps", ".")
+    assert all(f" {name} " in listed for name in states) and "4/4" in listed and "Loss is" in listed
+    assert "is not running, it is killed" in command("stop", "killed", code=2)
+    assert "update 4 of 4" in command("tail", "finished")
+
+
+def test_a_mistake_is_told_before_anything_starts(tmp_path, command):
+    with pytest.raises(ValueError, match="Global batch 64 is not"): train(NANO, "dp3", tmp_path/"a", detach=True)
+    assert list(tmp_path.iterdir()) == []
+    run = train(NANO, out=tmp_path/"b", overrides=["train.train_iter=2"], progress=False, detach=True)
+    with pytest.raises(ValueError, match="holds a run already"): train(NANO, out=tmp_path/"b", detach=True)
+    assert run.wait(60, progress=False).state == "finished"
+
+
+def test_what_only_the_run_sees_is_its_error(tmp_path, command):
+    "A data set that is missing is found by the ranks, before the first update."
+    run = train("vit_micro_fashion_mnist", "dp2", tmp_path/"run", ["+dataloader.train.dataset.root=/nowhere"],
+                progress=False, detach=True)
+    assert run.wait(60, progress=False).state.startswith("failed: ") and "/nowhere" in run.state
+    assert "/nowhere" in command("ps", ".") and "/nowhere" in run.tail(1)[0]
