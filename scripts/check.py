@@ -1,7 +1,7 @@
 """All that CI runs, in order; each step has a time limit and prints its seconds.
 
 `python scripts/check.py` runs every step, `python scripts/check.py export notebooks` those two,
-`--full` adds the tests marked `full` and writes reports/test-full.json.
+`--full` adds the tests marked `full` and writes reports/test-full.json; `again` runs those once more that failed there.
 """
 import argparse
 import hashlib
@@ -21,6 +21,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+REPORT = "reports/test-full.json"
 BIN = Path(sys.executable).parent
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", "PATH": f"{BIN}:{os.environ['PATH']}"}
 SMOKE = {  # notebook: parameters as YAML
@@ -112,13 +113,24 @@ def notebooks():
 
 def tests(full=False):
     "Run pytest; `full` runs the long tests as well and writes the report, failed or not."
+    if not full: return pytest()
+    pytest("-m", "full or not full", limit=14400, then=lambda xml: write_report(xml, ROOT/REPORT))
+
+
+def again():
+    "Run the tests that the report has as failed once more, and put what comes of it in their place."
+    failed = [row["test"] for row in json.loads((ROOT/REPORT).read_text())["tests"] if row["outcome"] == "failed"]
+    ids = [f"{path.replace('.', '/')}.py::{test}" for path, test in (name.split("::", 1) for name in failed)]
+    if ids: pytest("-m", "full or not full", *ids, limit=14400, then=lambda xml: mend_report(xml, ROOT/REPORT))
+
+
+def pytest(*args, limit=2400, then=None):
+    "Run pytest, and let `then` read its results, also when tests fail."
     with tempfile.TemporaryDirectory() as tmp:
         xml = Path(tmp)/"junit.xml"
-        more = ["-m", "full or not full"] if full else []
-        cmd = [sys.executable, "-m", "pytest", "--durations=10", f"--junitxml={xml}", *more]
-        try: run(*cmd, limit=14400 if full else 2400)
+        try: run(sys.executable, "-m", "pytest", "--durations=10", f"--junitxml={xml}", *args, limit=limit)
         finally:
-            if full and xml.exists(): write_report(xml, ROOT/"reports"/"test-full.json")
+            if then and xml.exists(): then(xml)
 
 
 def git(*args):
@@ -132,22 +144,47 @@ def outcome(case):
     return next((word for tag, word in words.items() if case.find(tag) is not None), "passed")
 
 
-def write_report(xml, path):
-    "Date, commit, machine, totals, and each full test with its seconds and the figures that it recorded."
-    cases, rows = list(ET.parse(xml).iter("testcase")), []
+def rows_of(cases):
+    "Each full or failed test with its seconds and the figures that it recorded."
+    rows = []
     for case in cases:
         figures = {p.get("name"): p.get("value") for p in case.iter("property")}
         if figures.pop("full", None) or figures or outcome(case) == "failed":
             name = f"{case.get('classname')}::{case.get('name')}"
             rows.append(dict(test=name, outcome=outcome(case), seconds=round(float(case.get("time")), 1), **figures))
-    report = dict(date=datetime.now(timezone.utc).isoformat(timespec="seconds"), commit=git("rev-parse", "HEAD"),
-                  uncommitted=bool(git("status", "--porcelain")), python=platform.python_version(),
-                  torch=version("torch"), cores=os.cpu_count(),
+    return rows
+
+
+def now():
+    "When, and of what."
+    return dict(date=datetime.now(timezone.utc).isoformat(timespec="seconds"), commit=git("rev-parse", "HEAD"),
+                uncommitted=bool(git("status", "--porcelain")))
+
+
+def write_report(xml, path):
+    "Date, commit, machine, totals, and the long tests."
+    cases = list(ET.parse(xml).iter("testcase"))
+    report = dict(**now(), python=platform.python_version(), torch=version("torch"), cores=os.cpu_count(),
                   totals={word: sum(outcome(c) == word for c in cases) for word in ("passed", "failed", "skipped")},
-                  seconds=round(sum(float(c.get("time")) for c in cases), 1), tests=rows)
+                  seconds=round(sum(float(c.get("time")) for c in cases), 1), tests=rows_of(cases))
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(report, indent=1) + "\n")
-    print("report:", path.relative_to(ROOT), flush=True)
+    print("report:", path.name, flush=True)
+
+
+def mend_report(xml, path):
+    "Put the results of a second run, each with its own date and commit, into a report."
+    report, cases = json.loads(path.read_text()), list(ET.parse(xml).iter("testcase"))
+    fresh = {f"{c.get('classname')}::{c.get('name')}": outcome(c) for c in cases}
+    rows = {row["test"]: row for row in rows_of(cases)}
+    for i, row in enumerate(report["tests"]):
+        name = row["test"]
+        if name not in fresh: continue
+        report["tests"][i] = rows.get(name, dict(test=name, outcome=fresh[name])) | dict(again=now())
+        report["totals"][row["outcome"]] -= 1
+        report["totals"][fresh[name]] += 1
+    path.write_text(json.dumps(report, indent=1) + "\n")
+    print("report:", path.name, flush=True)
 
 
 def smoke():
@@ -177,12 +214,13 @@ def wheel():
 
 
 STEPS = dict(clean=clean, export=export, notebooks=notebooks, tests=tests, smoke=smoke, wheel=wheel)
+MORE = dict(again=again)  # only by name
 
 
 def main():
     "Run the named steps (all of them by default), stopping at the first that fails."
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("steps", nargs="*", choices=[*STEPS, []], metavar="step", help=", ".join(STEPS))
+    parser.add_argument("steps", nargs="*", choices=[*STEPS, *MORE, []], metavar="step", help=", ".join([*STEPS, *MORE]))
     parser.add_argument("--full", action="store_true", help="add the tests marked full and write their report")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM"))  # so that what runs is ended too
@@ -190,7 +228,7 @@ def main():
     for name in args.steps or STEPS:
         print(f"\n== {name}", flush=True)
         start = time.monotonic()
-        STEPS[name](**({"full": args.full} if name == "tests" else {}))
+        (STEPS | MORE)[name](**({"full": args.full} if name == "tests" else {}))
         print(f"== {name}: {time.monotonic() - start:.0f} s", flush=True)
     print(f"\nall steps passed in {time.monotonic() - begin:.0f} s", flush=True)
 

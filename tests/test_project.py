@@ -151,3 +151,8 @@ def test_check_writes_the_report(check, tmp_path, monkeypatch):
     assert report["totals"] == dict(passed=2, failed=1, skipped=0)
     assert report["tests"] == [dict(test="t::a", outcome="passed", seconds=2.0, top1="0.87"),
                                dict(test="t::c", outcome="failed", seconds=0.5)]
+    xml.write_text('<testsuites><testsuite><testcase classname="t" name="c" time="0.4"/></testsuite></testsuites>')
+    check.mend_report(xml, tmp_path/"reports"/"test-full.json")
+    report = check.json.loads((tmp_path/"reports"/"test-full.json").read_text())
+    assert report["totals"] == dict(passed=3, failed=0, skipped=0) and report["tests"][1]["outcome"] == "passed"
+    assert report["tests"][1]["again"]["commit"] == "0f1e2d" and report["tests"][0]["top1"] == "0.87"
