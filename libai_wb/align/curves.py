@@ -21,14 +21,14 @@ def difference_table(
     gap[x == r] = 0
     return pd.DataFrame(dict(step=both["step"], difference=np.where(np.isfinite(x) & np.isfinite(r), gap, np.inf)))
 
-# %% ../../nbs/66_align.curves.ipynb #b1d590c5
+# %% ../../nbs/66_align.curves.ipynb #395caeef
 def band_at(
     band: float | list[float], # Relative noise, for all steps or by step
-    steps: pd.Series, # From 0
+    steps, # Sequence of ints, from 0
 ) -> np.ndarray: # The band at these steps
     "The noise band where it is needed."
     band = np.atleast_1d(np.asarray(band, float))
-    return band[np.clip(steps.to_numpy(int), 0, len(band) - 1)]
+    return band[np.clip(np.asarray(steps, int), 0, len(band) - 1)]
 
 def first_beyond_band(
     differences: pd.DataFrame, # From `difference_table`
