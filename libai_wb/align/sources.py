@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-# %% ../../nbs/65_align.sources.ipynb #311933ab
+# %% ../../nbs/65_align.sources.ipynb #8e90d451
 _STEPS = ("step", "_step", "iteration", "iter", "global_step", "trainer/global_step", "epoch")
 _TIMES = ("time", "_runtime", "wall_time", "_timestamp", "timestamp")
 
@@ -35,7 +35,9 @@ def tidy(
     elif "seconds" in numbers: out["time"] = numbers["seconds"].fillna(0).cumsum()
     rest = [c for c in numbers if c not in (step, time)]
     out = pd.concat([out, numbers[rest].astype(float)], axis=1).dropna(subset="step")
-    return out.groupby("step", sort=True, as_index=False).last()
+    joined = out.groupby("step", sort=True).last() # the last value of each metric that is one
+    if "time" in out: joined["time"] = out.groupby("step")["time"].min() # when the step was done, not what came later
+    return joined.reset_index()
 
 # %% ../../nbs/65_align.sources.ipynb #6a7ebce0
 def _lines_of_json(lines):

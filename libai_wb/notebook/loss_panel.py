@@ -167,7 +167,7 @@ class Panel:
         try: return PlotlyPicture(self.align)
         except ImportError: return ImagePicture(self.align)
 
-# %% ../../nbs/73_notebook.loss_panel.ipynb #816d37c9
+# %% ../../nbs/73_notebook.loss_panel.ipynb #367a8406
 @patch
 def changed(self: Panel, change):
     "Show what the controls say."
@@ -203,4 +203,5 @@ def close_all(self: Panel):
     "Take all widgets down."
     if self.draw in self.align.listeners: self.align.listeners.remove(self.draw)
     inner = [self.box, *self.box.children, *(c for box in self.box.children for c in getattr(box, "children", ()))]
-    for widget in inner: widget.close()
+    parts = [getattr(w, name, None) for w in inner for name in ("layout", "style")] # models of their own, but plotly's
+    for widget in [*inner, *parts]: getattr(widget, "close", lambda: None)()
