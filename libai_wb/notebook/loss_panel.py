@@ -29,7 +29,7 @@ class ImagePicture:
         draw_curves(self.align.curves, self.align.view).savefig(data, format="png", dpi=110)
         self.widget.value = data.getvalue()
 
-# %% ../../nbs/73_notebook.loss_panel.ipynb #5261c55c
+# %% ../../nbs/73_notebook.loss_panel.ipynb #b1e05e2f
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 
 class PlotlyPicture:
@@ -37,7 +37,7 @@ class PlotlyPicture:
     def __init__(self, align):
         from plotly.graph_objects import FigureWidget
         from plotly.subplots import make_subplots
-        self.align, self.names = align, list(align.curves.sources)
+        self.align, self.names, self.seen = align, list(align.curves.sources), None # range of a zoom
         plain = make_subplots(2, shared_xaxes=True, row_heights=[.62, .38], vertical_spacing=.04)
         self.widget = FigureWidget(plain)
         for row in (1, 2):
@@ -52,7 +52,8 @@ class PlotlyPicture:
         self.dress()
         self.draw()
         for trace in self.widget.data: trace.on_click(self.clicked)
-        self.widget.layout.on_change(lambda layout, seen: self.draw(seen), "xaxis.range")
+        self.widget.layout.on_change(lambda layout, seen: self.zoom(seen), "xaxis.range")
+        self.widget.layout.on_change(lambda layout, whole: self.zoom(None) if whole else None, "xaxis.autorange")
 
 _HOVER = "%{fullData.name}<br>step %{customdata}<br>%{text}<extra></extra>"
 
@@ -73,15 +74,21 @@ def clicked(self: PlotlyPicture, trace, points, state):
     "Show what happened at the point."
     if points.point_inds: self.align.select(int(trace.customdata[points.point_inds[0]]))
 
-# %% ../../nbs/73_notebook.loss_panel.ipynb #482748ec
+# %% ../../nbs/73_notebook.loss_panel.ipynb #5ed8a63a
 @patch
-def draw(self: PlotlyPicture,
-    seen=None, # Range of the horizontal axis after a zoom
-):
+def zoom(self: PlotlyPicture, seen):
+    "Show the points of a range, or of the whole run again."
+    if seen == self.seen: return
+    self.seen = seen
+    self.draw()
+
+@patch
+def draw(self: PlotlyPicture):
     "Put the points into the lines."
     curves, view = self.align.curves, self.align.view
-    if seen and view.x == "step":
-        start, stop = max(view.start or 0, seen[0]), min(np.inf if view.stop is None else view.stop, seen[1])
+    if self.seen and view.x == "step":
+        start, stop = self.seen
+        start, stop = max(view.start or 0, start), min(np.inf if view.stop is None else view.stop, stop)
         view = replace(view, start=start, stop=stop)
     above, below = lines_of(curves, view)
     with self.widget.batch_update():

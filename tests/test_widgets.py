@@ -1,0 +1,62 @@
+"""The comparison of runs in a real JupyterLab: controls, zoom, hover and click, with the mouse and the keyboard."""
+import json
+
+from kernels import nothing_left  # noqa: F401
+from lab import ROOT, browser, in_browser, opened  # noqa: F401
+
+pytestmark = in_browser
+COMPARE = ROOT/"experiments"/"compare_runs.ipynb"
+SETUP = """import numpy as np
+from libai_wb.notebook import LossAlign
+n = np.arange(2000)
+one = dict(step=n, loss=2 * np.exp(-n / 700) + .1, lr=np.linspace(.1, 0, 2000))
+two = one | dict(loss=one["loss"] * (1 + 1e-3 * (n > 1200)))
+align = LossAlign(dict(one=one, two=two), band=1e-5)"""
+STATE = "import json; print(json.dumps(dict(x=align.view.x, log=align.view.log, clicked=align.clicked, metric=align.curves.metric)))"
+PLOT = ".jp-OutputArea-output .js-plotly-plot"
+
+
+def test_somebody_compares_two_runs(tmp_path, browser):  # noqa: F811
+    with opened(tmp_path, browser, SETUP, "align", STATE) as (lab, page):
+        page.run(0)
+        page.start(1)
+        plot = page.page.wait_for_selector(PLOT, timeout=30_000)
+        page.page.get_by_text("two leaves the band at step 1201").wait_for(timeout=10_000)
+        assert page.page.locator(f"{PLOT} .scatterlayer .trace").count() >= 4
+        page.shot("loss-align")
+        box = page.page.locator(f"{PLOT} .nsewdrag").first.bounding_box()
+        x, y = box["x"] + .3 * box["width"], box["y"] + .5 * box["height"]
+        line = page.page.evaluate(f"""() => {{
+            const plot = document.querySelector("{PLOT}"), axes = plot._fullLayout, i = 600;
+            return [axes.xaxis.l2p(600) + axes.xaxis._offset, axes.yaxis.l2p(plot.data[1].y[plot.data[1].x.indexOf(600)]
+                    ?? 2 * Math.exp(-600 / 700) + .1) + axes.yaxis._offset]; }}""")
+        at = plot.bounding_box()
+        page.page.mouse.move(at["x"] + line[0], at["y"] + line[1])
+        page.page.locator(".hoverlayer .hovertext").first.wait_for(timeout=5_000)
+        assert "step" in page.page.locator(".hoverlayer").inner_text()
+        page.shot("loss-align-hover")
+        page.page.mouse.down()
+        page.page.mouse.up()
+        page.page.get_by_text("step ", exact=False).locator("visible=true").first.wait_for(timeout=5_000)
+        page.page.mouse.move(x, y)
+        page.page.mouse.down()
+        page.page.mouse.move(x + 150, y, steps=5)
+        page.page.mouse.up()
+        zoomed = f"document.querySelector('{PLOT}')._fullLayout.xaxis.range"
+        page.until(lambda: page.js(zoomed)[0] > 300, "a zoom")
+        check = page.page.get_by_label("logarithmic values")
+        check.focus()
+        page.page.keyboard.press("Space")
+        page.until(lambda: page.js(f"document.querySelector('{PLOT}')._fullLayout.yaxis.type") == "log", "a log axis")
+        page.shot("loss-align-log")
+        state = json.loads(page.run(2))
+        assert state["log"] and state["clicked"] is not None and 550 < state["clicked"] < 650
+
+
+def test_the_experiment_from_top_to_bottom(tmp_path, browser):  # noqa: F811
+    with opened(tmp_path, browser, source=COMPARE) as (lab, page):
+        last = len(page.cells()) - 1
+        page.menu("Run", "Run All Cells")
+        page.until(lambda: page.cells()[last].get("execution_count") and page.status() == "idle", "the end", 200)
+        assert not [out for cell in page.cells() for out in cell.get("outputs", []) if out["output_type"] == "error"]
+        page.shoot_all("compare-runs")
