@@ -28,6 +28,7 @@ SMOKE = {  # notebook: parameters as YAML
     "experiments/quickstart.ipynb": "{steps: 4, layouts: [dp2, tp2]}",
     "experiments/timm_alignment.ipynb": "{recipe_name: swin_nano_fashion_mnist, steps: 20, seeds: [0]}",
     "experiments/distributed_tutorial.ipynb": "{steps: 4}",
+    "experiments/compare_runs.ipynb": "{steps: 6, layouts: [dp2]}",
     "experiments/mae_fashion_mnist.ipynb": "{pretrain_steps: 20, finetune_steps: 10, seeds: [0]}",
 }
 IN_BARE_VENV = """

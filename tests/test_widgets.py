@@ -1,6 +1,8 @@
 """The comparison of runs in a real JupyterLab: controls, zoom, hover and click, with the mouse and the keyboard."""
 import json
 
+import pytest
+
 from kernels import nothing_left  # noqa: F401
 from lab import ROOT, browser, in_browser, opened  # noqa: F401
 
@@ -53,6 +55,7 @@ def test_somebody_compares_two_runs(tmp_path, browser):  # noqa: F811
         assert state["log"] and state["clicked"] is not None and 550 < state["clicked"] < 650
 
 
+@pytest.mark.full
 def test_the_experiment_from_top_to_bottom(tmp_path, browser):  # noqa: F811
     with opened(tmp_path, browser, source=COMPARE) as (lab, page):
         last = len(page.cells()) - 1
