@@ -25,27 +25,33 @@ def test_somebody_compares_two_runs(tmp_path, browser):  # noqa: F811
         plot = page.page.wait_for_selector(PLOT, timeout=30_000)
         page.page.get_by_text("two leaves the band at step 1201").wait_for(timeout=10_000)
         assert page.page.locator(f"{PLOT} .scatterlayer .trace").count() >= 4
+        looks = page.js(f"document.querySelector('{PLOT}').data.map(t => [t.line?.color, t.showlegend])")
+        assert looks[1] == ["#D55E00", True] and looks[3] == ["#D55E00", False]  # what was set arrives
         page.shot("loss-align")
         box = page.page.locator(f"{PLOT} .nsewdrag").first.bounding_box()
         x, y = box["x"] + .3 * box["width"], box["y"] + .5 * box["height"]
-        line = page.page.evaluate(f"""() => {{
-            const plot = document.querySelector("{PLOT}"), axes = plot._fullLayout, i = 600;
-            return [axes.xaxis.l2p(600) + axes.xaxis._offset, axes.yaxis.l2p(plot.data[1].y[plot.data[1].x.indexOf(600)]
-                    ?? 2 * Math.exp(-600 / 700) + .1) + axes.yaxis._offset]; }}""")
+        line = page.js(f"""(() => {{
+            const axes = document.querySelector("{PLOT}")._fullLayout, height = 2 * Math.exp(-600 / 700) + .1;
+            return [axes.xaxis.l2p(600) + axes.xaxis._offset, axes.yaxis.l2p(height) + axes.yaxis._offset]; }})()""")
         at = plot.bounding_box()
         page.page.mouse.move(at["x"] + line[0], at["y"] + line[1])
         page.page.locator(".hoverlayer .hovertext").first.wait_for(timeout=5_000)
-        assert "step" in page.page.locator(".hoverlayer").inner_text()
+        assert "step" in page.page.locator(".hoverlayer").text_content()
         page.shot("loss-align-hover")
         page.page.mouse.down()
         page.page.mouse.up()
-        page.page.get_by_text("step ", exact=False).locator("visible=true").first.wait_for(timeout=5_000)
+        page.page.locator(".widget-html b").get_by_text("step").wait_for(timeout=5_000)
+        page.shot("loss-align-clicked")
         page.page.mouse.move(x, y)
         page.page.mouse.down()
         page.page.mouse.move(x + 150, y, steps=5)
         page.page.mouse.up()
         zoomed = f"document.querySelector('{PLOT}')._fullLayout.xaxis.range"
         page.until(lambda: page.js(zoomed)[0] > 300, "a zoom")
+        points = f"document.querySelector('{PLOT}').data[0].x.length"
+        shown = page.js(points)
+        page.page.mouse.dblclick(x, y)
+        page.until(lambda: page.js(zoomed)[0] < 1 and page.js(points) > shown, "the whole run again")
         check = page.page.get_by_label("logarithmic values")
         check.focus()
         page.page.keyboard.press("Space")

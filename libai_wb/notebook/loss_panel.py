@@ -29,7 +29,7 @@ class ImagePicture:
         draw_curves(self.align.curves, self.align.view).savefig(data, format="png", dpi=110)
         self.widget.value = data.getvalue()
 
-# %% ../../nbs/73_notebook.loss_panel.ipynb #b1e05e2f
+# %% ../../nbs/73_notebook.loss_panel.ipynb #5425d8a3
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 
 class PlotlyPicture:
@@ -38,8 +38,7 @@ class PlotlyPicture:
         from plotly.graph_objects import FigureWidget
         from plotly.subplots import make_subplots
         self.align, self.names, self.seen = align, list(align.curves.sources), None # range of a zoom
-        plain = make_subplots(2, shared_xaxes=True, row_heights=[.62, .38], vertical_spacing=.04)
-        self.widget = FigureWidget(plain)
+        self.widget = make_subplots(2, shared_xaxes=True, row_heights=[.62, .38], vertical_spacing=.04)
         for row in (1, 2):
             for i, name in enumerate(self.names):
                 line = dict(color=_PALETTE[i % 6], dash=_DASHES[i % 5], width=1.6)
@@ -51,20 +50,21 @@ class PlotlyPicture:
                                 marker=dict(symbol="x", size=11, color="#D55E00", line=dict(width=1, color="black")))
         self.dress()
         self.draw()
+        self.widget = FigureWidget(self.widget) # at last: what is added to a widget before it is shown can be lost
         for trace in self.widget.data: trace.on_click(self.clicked)
         self.widget.layout.on_change(lambda layout, seen: self.zoom(seen), "xaxis.range")
         self.widget.layout.on_change(lambda layout, whole: self.zoom(None) if whole else None, "xaxis.autorange")
 
 _HOVER = "%{fullData.name}<br>step %{customdata}<br>%{text}<extra></extra>"
 
-# %% ../../nbs/73_notebook.loss_panel.ipynb #e8caf96a
+# %% ../../nbs/73_notebook.loss_panel.ipynb #1646820b
 @patch
 def dress(self: PlotlyPicture):
     "What does not depend on the data: sizes, colours that can be read on light and dark, axes."
     grid = dict(gridcolor="rgba(128,128,128,0.25)", zeroline=False, linecolor="#7f7f7f")
-    self.widget.update_layout(height=560, margin=dict(l=70, r=20, t=30, b=50), paper_bgcolor="rgba(0,0,0,0)",
+    self.widget.update_layout(height=560, margin=dict(l=70, r=20, t=60, b=50), paper_bgcolor="rgba(0,0,0,0)",
                               plot_bgcolor="rgba(0,0,0,0)", font=dict(color="#7f7f7f", size=13), hovermode="closest",
-                              legend=dict(orientation="h", y=1.02, yanchor="bottom"))
+                              legend=dict(orientation="h", y=1.01, yanchor="bottom"))
     self.widget.update_xaxes(**grid)
     self.widget.update_yaxes(**grid, exponentformat="power")
     self.widget.update_yaxes(type="log", row=2, col=1)
@@ -133,7 +133,7 @@ def draw_below(self: PlotlyPicture, below, curves, view):
         text=[f"{name} leaves the band: {y:.3g}" for name, (_, y) in marks.items()])
     self.widget.update_yaxes(range=[np.log10(low / 2), np.log10(high * 2)], row=2, col=1)
 
-# %% ../../nbs/73_notebook.loss_panel.ipynb #4b77a888
+# %% ../../nbs/73_notebook.loss_panel.ipynb #9b42f741
 def controls_of(
     align, # What the panel belongs to
 ) -> dict: # Widgets by name; their values are what `show` takes
@@ -146,13 +146,13 @@ def controls_of(
     return dict(
         reference=w.Dropdown(options=list(curves.sources), value=curves.reference, description="reference", **wide),
         metric=w.Dropdown(options=curves.metrics, value=metric, description="metric", **wide),
-        x=w.ToggleButtons(options=axes_of(curves), value=view.x, description="over", **wide),
+        x=w.Dropdown(options=axes_of(curves), value=view.x, description="over", **wide),
         smoothing=w.FloatSlider(value=view.smoothing, min=0, max=.99, step=.01, description="smoothing",
                                 continuous_update=False, **wide),
         steps=w.IntRangeSlider(value=seen, min=0, max=last, description="steps", continuous_update=False, **wide),
         log=w.Checkbox(value=view.log, description="logarithmic values", indent=False))
 
-# %% ../../nbs/73_notebook.loss_panel.ipynb #a4d5e827
+# %% ../../nbs/73_notebook.loss_panel.ipynb #63fa7868
 class Panel:
     "Controls, a picture, and the records of a step."
     def __init__(self, align):
@@ -162,8 +162,9 @@ class Panel:
         self.button = w.Button(description="Save", tooltip="write the picture (.png, .svg, .pdf) or all points (.csv)")
         self.message, self.records, self.picture = w.HTML(), w.HTML(), self.any_picture()
         first, second = list(self.controls.values())[:3], list(self.controls.values())[3:]
-        self.box = w.VBox([w.HBox(first), w.HBox(second), self.picture.widget, self.message, self.records,
-                           w.HBox([self.file, self.button])])
+        row = lambda *children: w.HBox(children, layout=dict(flex_flow="row wrap"))
+        self.box = w.VBox([row(*first), row(*second), self.picture.widget, self.message, self.records,
+                           row(self.file, self.button)])
         for control in self.controls.values(): control.observe(self.changed, "value")
         self.button.on_click(self.save)
         align.listeners.append(self.draw)
