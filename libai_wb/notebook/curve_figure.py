@@ -58,7 +58,7 @@ def lines_of(
     gaps = {name: gap.merge(where(name), on="step") for name, gap in curves.differences().items()}
     return above, {name: _line(gap, "difference", view, 0., points) for name, gap in gaps.items()}
 
-# %% ../../nbs/72a_notebook.curve_figure.ipynb #0df57d51
+# %% ../../nbs/72a_notebook.curve_figure.ipynb #2f115277
 _UNITS = {"step": "optimizer update (count)", "samples": "samples (count)", "time": "time from the start (s)"}
 
 def draw_curves(
@@ -78,7 +78,7 @@ def draw_curves(
     if below: _draw_below(axes[1], curves, view, below, styles)
     _finish(fig, axes, view)
     if path is not None: fig.savefig(path, dpi=150)
-    return attach_text(fig, curves.summary().to_string())
+    return attach_text(fig, curves.summary().to_string(na_rep=""))
 
 # %% ../../nbs/72a_notebook.curve_figure.ipynb #27763dcc
 def _draw_below(ax, curves, view, below, styles):
