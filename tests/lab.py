@@ -23,7 +23,8 @@ in_browser = [pytest.mark.timeout(240), pytest.mark.skipif(not CHROMIUM, reason=
 
 ROOT = Path(__file__).resolve().parents[1]
 SHOTS = ROOT/"outputs"/"lab"
-FLAGS = "--no-sandbox --disable-gpu --disable-dev-shm-usage --no-first-run --disable-background-networking --disable-sync".split()
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--disable-background-networking",
+         "--disable-sync"]
 OPTIONS = ["--no-browser", "--ip=127.0.0.1", "--port=0", "--allow-root", "--IdentityProvider.token=t",
            "--LabApp.news_url=None", "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
            "--expose-app-in-browser"]
