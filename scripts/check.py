@@ -1,7 +1,7 @@
 """All that CI runs, in order; each step has a time limit and prints its seconds.
 
 `python scripts/check.py` runs every step, `python scripts/check.py export notebooks` those two,
-`--full` adds the tests marked `full` and writes reports/test-full.json; `again` runs those once more that failed there.
+`--full` adds the tests marked `full` and writes reports/test-full.json; `again` runs what failed there, or was not reached.
 """
 import argparse
 import hashlib
@@ -115,13 +115,22 @@ def notebooks():
 def tests(full=False):
     "Run pytest; `full` runs the long tests as well and writes the report, failed or not."
     if not full: return pytest()
-    pytest("-m", "full or not full", limit=14400, then=lambda xml: write_report(xml, ROOT/REPORT))
+    pytest("-m", "full or not full", limit=14400, then=lambda xml: write_report(xml, ROOT/REPORT, collected()))
+
+
+def collected():
+    "The name that a report has for each test."
+    cmd = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "full or not full"]
+    said = subprocess.run(cmd, cwd=ROOT, capture_output=True, text=True, timeout=300).stdout
+    ids = [line.split("::", 1) for line in said.splitlines() if ".py::" in line]
+    return [f"{path.removesuffix('.py').replace('/', '.')}::{test}" for path, test in ids]
 
 
 def again():
-    "Run the tests that the report has as failed once more, and put what comes of it in their place."
-    failed = [row["test"] for row in json.loads((ROOT/REPORT).read_text())["tests"] if row["outcome"] == "failed"]
-    ids = [f"{path.replace('.', '/')}.py::{test}" for path, test in (name.split("::", 1) for name in failed)]
+    "Run the tests that the report has as failed or as missing, and put what comes of it in their place."
+    report = json.loads((ROOT/REPORT).read_text())
+    names = [r["test"] for r in report["tests"] if r["outcome"] == "failed"] + report.get("missing", [])
+    ids = [f"{path.replace('.', '/')}.py::{test}" for path, test in (name.split("::", 1) for name in names)]
     if ids: pytest("-m", "full or not full", *ids, limit=14400, then=lambda xml: mend_report(xml, ROOT/REPORT))
 
 
@@ -151,8 +160,7 @@ def rows_of(cases):
     for case in cases:
         figures = {p.get("name"): p.get("value") for p in case.iter("property")}
         if figures.pop("full", None) or figures or outcome(case) == "failed":
-            name = f"{case.get('classname')}::{case.get('name')}"
-            rows.append(dict(test=name, outcome=outcome(case), seconds=round(float(case.get("time")), 1), **figures))
+            rows.append(dict(test=name_of(case), outcome=outcome(case), seconds=round(float(case.get("time")), 1), **figures))
     return rows
 
 
@@ -162,12 +170,18 @@ def now():
                 uncommitted=bool(git("status", "--porcelain")))
 
 
-def write_report(xml, path):
-    "Date, commit, machine, totals, and the long tests."
+def name_of(case):
+    "A test as reports name it."
+    return f"{case.get('classname')}::{case.get('name')}"
+
+
+def write_report(xml, path, names=()):
+    "Date, commit, machine, totals, the long tests, and those of `names` that were not reached."
     cases = list(ET.parse(xml).iter("testcase"))
+    missing = sorted({*names} - {name_of(c) for c in cases})
     report = dict(**now(), python=platform.python_version(), torch=version("torch"), cores=os.cpu_count(),
                   totals={word: sum(outcome(c) == word for c in cases) for word in ("passed", "failed", "skipped")},
-                  seconds=round(sum(float(c.get("time")) for c in cases), 1), tests=rows_of(cases))
+                  **(dict(missing=missing) if missing else {}), seconds=round(sum(float(c.get("time")) for c in cases), 1), tests=rows_of(cases))
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(report, indent=1) + "\n")
     print("report:", path.name, flush=True)
@@ -176,14 +190,17 @@ def write_report(xml, path):
 def mend_report(xml, path):
     "Put the results of a second run, each with its own date and commit, into a report."
     report, cases = json.loads(path.read_text()), list(ET.parse(xml).iter("testcase"))
-    fresh = {f"{c.get('classname')}::{c.get('name')}": outcome(c) for c in cases}
-    rows = {row["test"]: row for row in rows_of(cases)}
-    for i, row in enumerate(report["tests"]):
-        name = row["test"]
-        if name not in fresh: continue
-        report["tests"][i] = rows.get(name, dict(test=name, outcome=fresh[name])) | dict(again=now())
-        report["totals"][row["outcome"]] -= 1
-        report["totals"][fresh[name]] += 1
+    rows, old, second = {row["test"]: row for row in rows_of(cases)}, {r["test"]: r for r in report["tests"]}, now()
+    for case in cases:
+        name, word = name_of(case), outcome(case)
+        if name in old: report["totals"][old[name]["outcome"]] -= 1
+        elif name not in report.get("missing", []): continue
+        report["totals"][word] += 1
+        if name in old or name in rows: old[name] = rows.get(name, dict(test=name, outcome=word)) | dict(again=second)
+    done = {name_of(c) for c in cases}
+    report["tests"] = sorted(old.values(), key=lambda row: row["test"])
+    report["missing"] = [name for name in report.pop("missing", []) if name not in done]
+    if not report["missing"]: del report["missing"]
     path.write_text(json.dumps(report, indent=1) + "\n")
     print("report:", path.name, flush=True)
 

@@ -156,3 +156,18 @@ def test_check_writes_the_report(check, tmp_path, monkeypatch):
     report = check.json.loads((tmp_path/"reports"/"test-full.json").read_text())
     assert report["totals"] == dict(passed=3, failed=0, skipped=0) and report["tests"][1]["outcome"] == "passed"
     assert report["tests"][1]["again"]["commit"] == "0f1e2d" and report["tests"][0]["top1"] == "0.87"
+
+
+def test_check_goes_on_where_a_full_run_was_stopped(check, tmp_path, monkeypatch):
+    xml, report = tmp_path/"junit.xml", tmp_path/"test-full.json"
+    monkeypatch.setattr(check, "git", lambda *args: "0f1e2d" if "rev-parse" in args else "")
+    case = '<testcase classname="t" name="{}" time="1"><properties><property name="full" value="true"/></properties></testcase>'
+    whole = lambda *names: "<testsuite>" + "".join(map(case.format, names)) + "</testsuite>"
+    xml.write_text(whole("a"))
+    check.write_report(xml, report, ["t::a", "t::b", "t::c"])
+    assert check.json.loads(report.read_text())["missing"] == ["t::b", "t::c"]
+    xml.write_text(whole("b", "c"))
+    check.mend_report(xml, report)
+    found = check.json.loads(report.read_text())
+    assert "missing" not in found and found["totals"] == dict(passed=3, failed=0, skipped=0)
+    assert [row["test"] for row in found["tests"]] == ["t::a", "t::b", "t::c"]
