@@ -609,6 +609,7 @@ def test_a_flood_of_displays(kernel):
     check_ranks(kernel)
 
 
+@pytest.mark.full
 def test_a_flood_of_pieces(kernel):
     "21: 20,000 lines that are flushed one by one: the end and the value are shown, and the log has all."
     answer = kernel.run("%%rank 0\nfor i in range(20_000): print('piece', i, flush=True)\n'the value'", timeout=60)

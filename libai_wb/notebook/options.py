@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['OPTIONS', 'LaunchError', 'Options', 'parse_ranks', 'parse_line', 'parameter_names']
 
-# %% ../../nbs/70j_notebook.options.ipynb #a4d910ce
+# %% ../../nbs/70j_notebook.options.ipynb #930f45d2
 import argparse, ast, re, shlex
+from functools import cache
 from typing import NamedTuple
 
 from ..mesh.topology import ParallelLayout
@@ -43,7 +44,7 @@ def parse_ranks(
         found |= set(range(int(ends[1]), int(ends[2] or ends[1]) + 1))
     return tuple(sorted(found))
 
-# %% ../../nbs/70j_notebook.options.ipynb #4ecd492f
+# %% ../../nbs/70j_notebook.options.ipynb #918594fe
 class _Parser(argparse.ArgumentParser):
     "An argument parser that raises in place of leaving the process."
     def error(self, message):
@@ -51,6 +52,7 @@ class _Parser(argparse.ArgumentParser):
         known = ", ".join(action.option_strings[0] for action in self._actions)
         raise LaunchError(f"%%distributed: {message}; the options are {known}.")
 
+@cache # making it takes longer than using it
 def _parser():
     "The options of `%%distributed`."
     p = _Parser(prog="%%distributed", add_help=False, allow_abbrev=False)
@@ -90,12 +92,13 @@ def parse_line(
         raise LaunchError("--isolated runs a script on all ranks and nowhere else; leave --ranks and --local out.")
     return Options(layout, **found | dict(push=tuple(found["push"])))
 
-# %% ../../nbs/70j_notebook.options.ipynb #68e1acd6
+# %% ../../nbs/70j_notebook.options.ipynb #c7ee83ed
 def parameter_names(
     cells: list[str], # Sources of the cells that have run, in order
 ) -> list[str]: # In the order in which they are first set
     "The names that are parameters of a notebook."
-    marked = [i for i, cell in enumerate(cells) if re.match(r"#\s*parameters\b", cell.lstrip(), re.IGNORECASE)]
+    starts = [(i, text) for i, cell in enumerate(cells) if (text := cell.lstrip())[:1] == "#"]
+    marked = [i for i, text in starts if re.match(r"#\s*parameters\b", text, re.IGNORECASE)]
     chosen = sorted({j for i in marked for j in (i - 1, i) if j >= 0})
     return list(dict.fromkeys(name for j in chosen for name in _assigned(cells[j])))
 
