@@ -35,6 +35,14 @@ def ranks_of(pid):
     return [p for p in psutil.Process(pid).children() if "serve_rank" in " ".join(p.cmdline())]
 
 
+def until(there, seconds=40):
+    "Wait until `there()` is true."
+    end = time.monotonic() + seconds
+    while not there():
+        assert time.monotonic() < end
+        time.sleep(.05)
+
+
 def wait_gone(processes, seconds=5):
     "Seconds until all processes have ended; fails if one has not."
     began = time.monotonic()

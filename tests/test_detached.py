@@ -4,12 +4,11 @@ import pty
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
-from kernels import new_kernel
+from kernels import new_kernel, until
 
 from libai_wb.engine.default import train
 from libai_wb.engine.runs import Run
@@ -18,14 +17,6 @@ from libai_wb.engine.table import list_runs
 pytestmark = pytest.mark.timeout(180)
 NANO = "vit_nano_digits"
 ENDLESS = ["train.train_iter=100000", "train.evaluation.enabled=false", "optim.lr=1e-5"]
-
-
-def until(true, seconds=60):
-    "Wait for something, not for ever."
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(.05)
 
 
 def session(run):
@@ -68,7 +59,7 @@ def test_a_run_outlives_the_kernel_that_started_it(tmp_path):
                   "cfg = load_recipe('vit_nano_digits', ['train.train_iter=3000'])\ncfg.model = LazyCall(Flat)()\n"
                   "run = train(cfg, 'dp2', detach=True)")
         run = Run(tmp_path/"outputs"/"Flat-dp2")
-        until(lambda: run.state == "running")
+        until(lambda: run.state == "running", 60)
         os.killpg(os.getpgid(kernel.pid), signal.SIGKILL)
         assert run.state == "running"
     assert run.wait(timeout=60, progress=False).state == "finished" and len(run.metrics) == 3000
@@ -84,7 +75,7 @@ def test_a_run_outlives_the_login_shell(tmp_path):
         libai = str(Path(sys.executable).with_name("libai-wb"))
         os.execlp("bash", "bash", "-c", f"'{libai}' train {NANO} --detach --out run train.train_iter=60; sleep 60")
     try:
-        until(lambda: (tmp_path/"run"/"metrics.jsonl").exists() and Run(tmp_path/"run").summary.get("process"))
+        until(lambda: (tmp_path/"run"/"metrics.jsonl").exists() and Run(tmp_path/"run").summary.get("process"), 60)
     finally:
         os.close(terminal)  # the hang-up
         os.kill(pid, signal.SIGKILL)
@@ -97,7 +88,7 @@ def test_ps_is_right_after_every_end(tmp_path, command):
     "Finished, failed, killed and stopped, from other processes than those that started the runs."
     def start(name, *more): return train(NANO, "dp2", tmp_path/name, [*ENDLESS, *more], progress=False, detach=True)
     stopped, killed, failed = start("stopped"), start("killed"), start("failed", "optim.lr=1e30")
-    until(lambda: stopped.state == killed.state == "running")
+    until(lambda: stopped.state == killed.state == "running", 60)
     listed = command("ps", ".")
     assert listed.count("running") >= 2 and "goes on by itself in process" in command(
         "train", NANO, "--detach", "--out", "finished", "train.train_iter=4")

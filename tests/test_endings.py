@@ -18,7 +18,7 @@ from pathlib import Path
 import nbformat
 import psutil
 import pytest
-from kernels import IMPORTS, LOAD, new_kernel, nothing_left, plain, ranks_of, wait_gone  # noqa: F401
+from kernels import IMPORTS, LOAD, new_kernel, nothing_left, plain, ranks_of, until, wait_gone  # noqa: F401
 from nbformat.v4 import new_code_cell, new_notebook
 
 from libai_wb.notebook.rank import sweep_sessions
@@ -27,14 +27,6 @@ from libai_wb.notebook.workers import Pool
 pytestmark = pytest.mark.timeout(120)
 REPEATS = int(os.environ.get("LIBAI_WB_REPEATS", 50))
 SUM = "%%distributed\ny = torch.tensor(float(rank)); dist.all_reduce(y); y.item()"
-
-
-def until(there, seconds=40):
-    "Wait until `there()` is true."
-    end = time.monotonic() + seconds
-    while not there():
-        assert time.monotonic() < end
-        time.sleep(.05)
 
 
 def session_of(pid): return Path(ranks_of(pid)[0].environ()["LIBAI_WB_SESSION"])

@@ -6,7 +6,7 @@
 __all__ = ['attach_text', 'relative_difference', 'curves_table', 'plot_curves', 'mesh_text', 'draw_mesh', 'samples_table',
            'show_samples']
 
-# %% ../../nbs/72_notebook.plots.ipynb #3b056168
+# %% ../../nbs/72_notebook.plots.ipynb #cbb0e223
 import base64
 import io
 from functools import partial
@@ -15,6 +15,7 @@ from typing import Sequence
 import numpy as np
 import pandas as pd
 
+from ..align.curves import relative_gap
 from ..mesh.topology import ModelFacts, ParallelLayout, can_cut, stage_table
 
 # %% ../../nbs/72_notebook.plots.ipynb #4ff9ac1f
@@ -38,7 +39,7 @@ def _array(values):
     "A numpy array, also from a tensor on any device."
     return np.asarray(values.detach().cpu() if hasattr(values, "detach") else values)
 
-# %% ../../nbs/72_notebook.plots.ipynb #dd7585b4
+# %% ../../nbs/72_notebook.plots.ipynb #118051c0
 def relative_difference(
     values: Sequence[float], # One value per update
     reference: Sequence[float], # The same of the run to compare with
@@ -46,9 +47,7 @@ def relative_difference(
     "`|values - reference| / |reference|` per update."
     n = min(len(values), len(reference))
     x, r = (_array(v).astype(np.float64)[:n] for v in (values, reference))
-    with np.errstate(divide="ignore", invalid="ignore"): diff = np.abs(x - r) / np.abs(r)
-    diff[x == r] = 0
-    return np.where(np.isfinite(x) & np.isfinite(r) & ~np.isnan(diff), diff, np.inf)
+    return relative_gap(x, r)
 
 # %% ../../nbs/72_notebook.plots.ipynb #9cf1a80d
 def _check_runs(runs, reference, band):
