@@ -6,7 +6,7 @@ import signal
 import tempfile
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -30,9 +30,15 @@ def sessions():
     return {folder for folder in Path(tempfile.gettempdir()).glob("libai-wb-ranks-*") if ours(folder)}
 
 
+def words_of(process):
+    "Its command line; nothing if it has ended, also when nobody has asked how."
+    with suppress(psutil.NoSuchProcess): return " ".join(process.cmdline()) # a zombie is an error of this class
+    return ""
+
+
 def ranks_of(pid):
     "The rank processes that process `pid` has started."
-    return [p for p in psutil.Process(pid).children() if "serve_rank" in " ".join(p.cmdline())]
+    return [p for p in psutil.Process(pid).children() if "serve_rank" in words_of(p)]
 
 
 def until(there, seconds=40):

@@ -14,7 +14,7 @@ from pathlib import Path
 import nbformat
 import psutil
 import pytest
-from kernels import plain, ranks_of
+from kernels import plain, ranks_of, words_of
 from nbformat.v4 import new_code_cell, new_notebook
 
 playwright = pytest.importorskip("playwright.sync_api")
@@ -65,7 +65,7 @@ class Lab:
     @property
     def kernels(self):
         "The kernels that it has started."
-        return [p for p in psutil.Process(self.process.pid).children() if "ipykernel_launcher" in p.cmdline()]
+        return [p for p in psutil.Process(self.process.pid).children() if "ipykernel_launcher" in words_of(p)]
 
     @property
     def ranks(self): return [r for k in self.kernels for r in ranks_of(k.pid)]

@@ -31,10 +31,14 @@ def session(run):
 
 @pytest.fixture(autouse=True)
 def nothing_goes_on(tmp_path):
-    "A test that fails must not leave a run that goes on for ever."
+    "A test that fails leaves no run that goes on for ever, and a run that has ended is reaped by whoever started it."
     yield
     for path in tmp_path.rglob("summary.json"):
         for p in session(Run(path.parent)): p.kill()
+    def zombies():
+        return [p for p in psutil.process_iter(["status", "ppid"])
+                if p.info["ppid"] == os.getpid() and p.info["status"] == psutil.STATUS_ZOMBIE]
+    until(lambda: not zombies(), 5)
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from pathlib import Path
 import nbformat
 import psutil
 import pytest
-from kernels import IMPORTS, LOAD, new_kernel, nothing_left, plain, ranks_of, until, wait_gone  # noqa: F401
+from kernels import IMPORTS, LOAD, new_kernel, nothing_left, plain, ranks_of, until, wait_gone, words_of  # noqa: F401
 from nbformat.v4 import new_code_cell, new_notebook
 
 from libai_wb.notebook.rank import sweep_sessions
@@ -144,7 +144,7 @@ def test_nothing_outlives_a_killed_kernel(tmp_path):
         time.sleep(.5)
         there, folder = family(kernel.pid), session_of(kernel.pid)
         assert len(there) >= 2 + 4 + 2 * 5
-        names = {p.pid: " ".join(p.cmdline())[-60:] for p in there}
+        names = {p.pid: words_of(p)[-60:] for p in there}
         os.kill(kernel.pid, signal.SIGKILL)
         assert [names[p.pid] for p in gone_after(there)] == []
     sweep_sessions()
@@ -256,7 +256,7 @@ READY = "open(f'ready{rank}', 'w').close(); print('begun', flush=True)"
 def test_papermill_ends_when_a_rank_is_killed(tmp_path):
     "20: within 5 s, with the rank's name."
     process = papermill(tmp_path, f"%%distributed\n{READY}\nif rank == 0: dist.barrier()\ntime.sleep(60)")
-    ranks = [p for p in family(process.pid) if "serve_rank" in " ".join(p.cmdline())]
+    ranks = [p for p in family(process.pid) if "serve_rank" in words_of(p)]
     began = time.monotonic()
     next(p for p in ranks if p.environ()["RANK"] == "1").kill()
     said = process.communicate(timeout=30)[0]

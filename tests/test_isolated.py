@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from kernels import words_of
 
 from libai_wb.mesh.topology import ParallelLayout
 from libai_wb.notebook.isolated import run_isolated
@@ -72,7 +73,7 @@ def nothing_left():
     mine = [f for f in sessions() - before if json.loads((f/"state.json").read_text())["owner"] == os.getpid()]
     assert mine == []
     below = psutil.Process().children(recursive=True)
-    assert [p for p in below if "notebook.script" in " ".join(p.cmdline())] == []
+    assert [p for p in below if "notebook.script" in words_of(p)] == []
 
 
 def test_a_script_with_loaders_values_and_much_output(tmp_path):

@@ -5,11 +5,12 @@
 # %% auto #0
 __all__ = ['launch', 'await_launch', 'wait_run', 'stop_run', 'tail_run', 'follow_run']
 
-# %% ../../nbs/57c_engine.control.ipynb #5e688455
+# %% ../../nbs/57c_engine.control.ipynb #c520e95a
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +20,7 @@ from tqdm.auto import tqdm
 from .summary import close_run, newest, opening, read_summary, run_state, this_process, write_summary
 from ..mesh.processes import birth
 
-# %% ../../nbs/57c_engine.control.ipynb #fd61dcdc
+# %% ../../nbs/57c_engine.control.ipynb #ccae3d48
 def launch(
     folder: str | Path, # Run folder
     code: str, # Python to run; finds the folder and `options` in `sys.argv`
@@ -34,10 +35,8 @@ def launch(
     with open(folder/"log"/"console.txt", "ab") as log:
         process = subprocess.Popen([sys.executable, "-u", "-c", code, str(folder), *options], env=env, stdout=log,
                                    stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT, start_new_session=True)
-    _KEPT.append(process)
     write_summary(folder, process=this_process() | dict(pid=process.pid, birth=birth(process.pid)))
-
-_KEPT = [] # Python warns of a `Popen` that is dropped while its process runs
+    threading.Thread(target=process.wait, daemon=True).start() # or it would stay a zombie until this process ends
 
 # %% ../../nbs/57c_engine.control.ipynb #54c250eb
 def await_launch(
