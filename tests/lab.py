@@ -1,4 +1,4 @@
-"""A JupyterLab under Chromium, for tests that see, press and type. Screenshots go to outputs/lab/."""
+"""A JupyterLab or a Notebook 7 under Chromium, for tests that see, press and type. Screenshots go to outputs/lab/."""
 import json
 import os
 import re
@@ -51,11 +51,11 @@ def settings_of(folder):
 
 
 class Lab:
-    "A JupyterLab server over a folder."
-    def __init__(self, folder):
-        self.folder = folder
+    "A JupyterLab server over a folder, or one of Notebook 7."
+    def __init__(self, folder, program="jupyterlab"):
+        self.folder, self.tree = folder, dict(jupyterlab="lab/tree", notebook="notebooks")[program]
         env = os.environ | settings_of(folder/".jupyter") | dict(OMP_NUM_THREADS="1")
-        command = [sys.executable, "-m", "jupyterlab", *OPTIONS, f"--ServerApp.root_dir={folder}"]
+        command = [sys.executable, "-m", program, *OPTIONS, f"--ServerApp.root_dir={folder}"]
         self.process = subprocess.Popen(command, cwd=folder, env=env, stderr=subprocess.PIPE, text=True,
                                         start_new_session=True)
         found = (re.search(r"http://127\.0\.0\.1:\d+/", line) for line in self.process.stderr)
@@ -83,7 +83,7 @@ class Page:
         self.errors, self.page = [], browser.new_page(viewport=dict(width=1100, height=900))
         self.page.on("console", lambda m: self.errors.append(m.text) if m.type == "error" else None)
         self.page.on("pageerror", lambda e: self.errors.append(str(e)))
-        self.page.goto(f"{lab.url}lab/tree/{name}?token=t&reset")
+        self.page.goto(f"{lab.url}{lab.tree}/{name}?token=t&reset")
         self.page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
         self.until(lambda: self.status() in ready, "the kernel is ready", 60)
 
@@ -168,15 +168,15 @@ def kinds(cell): return [out["output_type"] for out in cell.get("outputs", [])]
 
 
 @contextmanager
-def opened(folder, browser, *cells, source=None):
-    "A notebook of these cells, or a copy of a notebook, in a JupyterLab of its own."
+def opened(folder, browser, *cells, source=None, program="jupyterlab"):
+    "A notebook of these cells, or a copy of a notebook, in a JupyterLab of its own, or in another program."
     if source: shutil.copy(source, folder/"a.ipynb")
     else: nbformat.write(new_notebook(cells=[new_code_cell(c) for c in cells], metadata=PYTHON), folder/"a.ipynb")
-    lab = Lab(folder)
+    lab = Lab(folder, program)
     try:
         page = Page(lab, browser)
         yield lab, page
-        assert page.errors == []
+        assert page.errors == [], page.errors
         if not page.page.is_closed(): page.close()
     finally:
         family = psutil.Process(lab.process.pid).children(recursive=True) if lab.process.poll() is None else []

@@ -1,5 +1,6 @@
 """The comparison of runs in a real JupyterLab: controls, zoom, hover and click, with the mouse and the keyboard."""
 import json
+import time
 
 import pytest
 
@@ -69,3 +70,43 @@ def test_the_experiment_from_top_to_bottom(tmp_path, browser):  # noqa: F811
         page.until(lambda: page.cells()[last].get("execution_count") and page.status() == "idle", "the end", 200)
         assert not [out for cell in page.cells() for out in cell.get("outputs", []) if out["output_type"] == "error"]
         page.shoot_all("compare-runs")
+
+
+MANY = """import time
+import numpy as np
+from libai_wb.notebook import LossAlign
+n, noise = np.arange(20_000), np.random.default_rng(0)
+runs = {f"run {i:02}": dict(step=n, loss=2 * np.exp(-n / 5000) + .05 * noise.random(20_000)) for i in range(20)}
+runs["run 07"]["loss"][12_345] = 9."""
+
+
+@pytest.mark.full
+def test_many_long_runs(tmp_path, browser, record_property):  # noqa: F811
+    "400,000 points: seconds from the key to the picture and for each of ten pans; one spike is drawn."
+    with opened(tmp_path, browser, MANY, "LossAlign(runs)") as (lab, page):
+        page.run(0)
+        page.run(1)  # modules are imported and the script of plotly is loaded
+        began = time.monotonic()
+        page.js("(document.querySelectorAll('.js-plotly-plot').forEach(e => e.setAttribute('data-old', 1)), 0)")
+        page.start(1)
+        fresh = ".jp-OutputArea-output .js-plotly-plot:not([data-old]) .scatterlayer .trace"
+        page.page.wait_for_selector(fresh, timeout=30_000)
+        opening = time.monotonic() - began
+        drawn = f"Math.max(...document.querySelector('{PLOT}').data.flatMap(t => Array.from(t.y ?? [])))"
+        assert page.js(drawn) == 9
+        box = page.page.locator(f"{PLOT} .xaxislayer-above, {PLOT} .nsewdrag").first.bounding_box()
+        x, y, pans = box["x"] + .5 * box["width"], box["y"] + .5 * box["height"], []
+        page.page.locator(f"{PLOT}").first.hover()
+        page.page.locator(f"{PLOT} [data-title='Pan']").click()
+        for _ in range(10):
+            began = time.monotonic()
+            page.page.mouse.move(x, y)
+            page.page.mouse.down()
+            page.page.mouse.move(x - 60, y, steps=3)
+            page.page.mouse.up()
+            page.js("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(1))))")
+            pans.append(time.monotonic() - began)
+        record_property("seconds_to_open", f"{opening:.2f}")
+        record_property("seconds_of_a_pan", f"{sorted(pans)[5]:.3f}")
+        page.shot("many-runs")
+        assert opening < 10 and sorted(pans)[5] < 2  # a plot that is stuck; the figures are in the report

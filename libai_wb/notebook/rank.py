@@ -104,7 +104,7 @@ def _interrupt_cell(number, frame):
         if inside and inner.f_code.co_name == "<module>": raise KeyboardInterrupt
         frame, inner = frame.f_back, frame
 
-# %% ../../nbs/70_notebook.rank.ipynb #aa007685
+# %% ../../nbs/70_notebook.rank.ipynb #10a87cb2
 class _RankKernel(IPythonKernel):
     "An IPython kernel that can let go of its peers."
     control_msg_types = [*IPythonKernel.control_msg_types, "release_request"]
@@ -113,6 +113,11 @@ class _RankKernel(IPythonKernel):
         if int(os.environ.get("LIBAI_WB_GENERATION", 0)) <= parent["content"]["generation"]: # else it comes too late
             cut_links(parent["content"]["pids"])
         self.session.send(stream, "release_reply", {}, parent, ident=ident)
+
+    def _publish_execute_input(self, *args): pass # the owner has sent it
+
+    def _publish_status(self, status, *args, **kwargs):
+        if status != "busy": super()._publish_status(status, *args, **kwargs)
 
     def pre_handler_hook(self): self.saved_sigint_handler = signal.signal(signal.SIGINT, _interrupt_cell)
 
@@ -171,7 +176,7 @@ def _with_context(start):
         start(self)
     return start_there
 
-# %% ../../nbs/70_notebook.rank.ipynb #6593a21c
+# %% ../../nbs/70_notebook.rank.ipynb #bab5ef22
 ENTRY = "import sys; from libai_wb.notebook.rank import serve_rank; serve_rank(sys.argv[1])"
 
 def serve_rank(
@@ -183,6 +188,7 @@ def serve_rank(
     _text_bars()
     config = Config()
     config.HistoryManager.enabled = False
+    config.Kernel._execute_sleep = 0 # a pause before each answer, for output; the owner waits until a rank is idle
     config.IPCompleter.use_jedi = False # what lives here is known, nothing has to be inferred
     app = _RankApp.instance(connection_file=connection_file, kernel_class=_RankKernel, config=config)
     app.initialize([])
@@ -198,7 +204,7 @@ class RankManager(AsyncKernelManager):
         argv = [sys.executable, "-c", ENTRY, "{connection_file}"]
         return KernelSpec(argv=argv, display_name="rank", language="python")
 
-# %% ../../nbs/70_notebook.rank.ipynb #ebc17c3f
+# %% ../../nbs/70_notebook.rank.ipynb #9d1615a2
 class RankLink:
     "A rank: its process, the channels to it, and its log."
     def __init__(self,
@@ -226,8 +232,9 @@ class RankLink:
 
     async def listen(self, channel):
         "Take what comes on a channel, for as long as the rank lives."
+        session, unpack = self.client.session, self.client.session.deserialize
         while True:
-            try: message = await channel.get_msg()
+            try: message = unpack(session.feed_identities(await channel.socket.recv_multipart())[1])
             except ValueError: continue # wrong signature or replayed: not from our kernel
             self.heard = time.monotonic()
             kind, about = message["msg_type"], message["parent_header"].get("msg_id")

@@ -33,7 +33,7 @@ def noted_interrupts(): # A list that grows
     hits = []
     with _on_interrupt(lambda *_: hits.append(1)): yield hits
 
-# %% ../../nbs/70d_notebook.running.ipynb #150dcc66
+# %% ../../nbs/70d_notebook.running.ipynb #a13d094f
 class Wire:
     "What connects a pool to its ranks: links, the queue that they fill, and the thread they live in."
     def __init__(self,
@@ -60,7 +60,11 @@ class Wire:
 
     def all(self, coroutines, timeout=60):
         "Results of all coroutines, run side by side in that thread; raises what one of them raised."
-        return asyncio.run_coroutine_threadsafe(_gather(coroutines), self.loop).result(timeout)
+        return self.one(_gather(coroutines), timeout)
+
+    def one(self, coroutine, timeout=60):
+        "The result of a coroutine that is run in that thread."
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(timeout)
 
     def close(self,
         wait: float = 3., # Seconds to wait for the ranks to end by themselves; 0 kills them
@@ -112,7 +116,7 @@ class Running(CellState):
         self.wire, self.show, self.ask, self.sources = wire, show or (lambda event: None), ask, sources or {}
         self.questions, self.left, self.sample = [], {}, None
 
-# %% ../../nbs/70d_notebook.running.ipynb #f1622ee5
+# %% ../../nbs/70d_notebook.running.ipynb #33b10601
 @patch
 def run(self:Running):
     "Wait until every rank has answered; `results` has what they made of it, `left` those that are still busy."
@@ -132,8 +136,10 @@ def send(self:Running):
     "Let the ranks begin; from here on they are known to be at it."
     links = [self.wire.links[r] for r in self.ranks]
     self.written = {link.rank: link.log.stat().st_size for link in links}
-    ids = self.wire.all([link.send(self.code, *self.options) for link in links])
-    self.sent = dict(zip(self.ranks, ids))
+    self.sent = self.wire.one(_send(links, self.code, *self.options))
+
+async def _send(links, *words): return {link.rank: await link.send(*words) for link in links}
+
 @patch
 def comes(self:Running):
     "Whether output is still on its way behind that of earlier cells; not for ever, a thread may write without end."
