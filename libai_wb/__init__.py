@@ -10,7 +10,8 @@ _PUBLIC = {
     "parallelize": "mesh.parallelize", "ParallelLayout": "mesh.topology", "make_mesh": "mesh.launch",
     "run_ranks": "mesh.launch", "make_invariant": "layers.foreign", "evaluate": "engine.inference",
     "predict": "engine.inference", "load_pretrained": "engine.checkpoint", "save_pretrained": "engine.checkpoint",
-    "list_runs": "engine.table",
+    "list_runs": "engine.table", "advise": "engine.advice", "estimate_memory": "engine.memory",
+    "watch": "notebook.watching",
 }
 
 

@@ -21,6 +21,7 @@ ENDLESS = ["train.train_iter=100000", "train.evaluation.enabled=false", "optim.l
 
 def session(run):
     "The processes of a detached run."
+    if not run.summary.get("detached"): return []
     sid, found = run.summary["process"]["pid"], []
     for p in psutil.process_iter(["status"]):
         try: mine = os.getsid(p.pid) == sid and p.info["status"] != psutil.STATUS_ZOMBIE

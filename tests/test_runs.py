@@ -407,7 +407,8 @@ def test_hooks_of_your_own(tmp_path):
 
     trainer = Mine(recipe(tmp_path), report=Watch(progress=False))
     assert [type(h).__name__ for h in trainer.hooks] == [
-        "MetricsHook", "CheckpointHook", "EvalHook", "ProgressHook", "DivergenceHook", "ProgressHook", "CallbackHook"]
+        "MetricsHook", "CheckpointHook", "EvalHook", "ProgressHook", "DivergenceHook", "ProgressHook", "PulseHook",
+        "CallbackHook"]
     with pytest.raises(RuntimeError, match="enough"): trainer.train()
     run = Run(trainer.folder)
     assert log == [(3, False)] and len(run.metrics) == 4 and run.summary["state"] == "failed: enough"

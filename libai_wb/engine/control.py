@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['launch', 'await_launch', 'wait_run', 'stop_run', 'tail_run', 'follow_run']
 
-# %% ../../nbs/57c_engine.control.ipynb #c520e95a
+# %% ../../nbs/57c_engine.control.ipynb #7fd8817e
 import os
 import signal
 import subprocess
@@ -17,7 +17,8 @@ from pathlib import Path
 
 import psutil
 from tqdm.auto import tqdm
-from .summary import close_run, newest, opening, read_summary, run_state, this_process, write_summary
+from .summary import GOING, close_run, newest, opening, read_summary, run_state, this_process
+from .summary import write_summary
 from ..mesh.processes import birth
 
 # %% ../../nbs/57c_engine.control.ipynb #ccae3d48
@@ -51,7 +52,7 @@ def await_launch(
         if time.monotonic() > until: raise TimeoutError(f"{folder} was given up by the process that made it.")
         time.sleep(.01)
 
-# %% ../../nbs/57c_engine.control.ipynb #049db568
+# %% ../../nbs/57c_engine.control.ipynb #8a10eb81
 def wait_run(
     folder: str | Path, # Run folder
     timeout: float | None = None, # Most seconds, `None` for as long as it takes
@@ -64,19 +65,19 @@ def wait_run(
             state, done = run_state(folder), newest(folder)
             bar.update(done.get("step", -1) + 1 - bar.n)
             if "loss" in done: bar.set_postfix(loss=f"{done['loss']:.4g}", refresh=False)
-            if state not in ("starting", "running"): return state
+            if state not in GOING: return state
             if time.monotonic() > until:
                 raise TimeoutError(f"{folder} is still {state} after {timeout:g} s; wait longer, or stop it.")
             time.sleep(.2)
 
-# %% ../../nbs/57c_engine.control.ipynb #5b5267c3
+# %% ../../nbs/57c_engine.control.ipynb #cbe6234a
 def stop_run(
     folder: str | Path, # Run folder
     wait: float = 10, # Seconds until a detached run that does not react is killed
 ) -> str: # Its state then
     "End a run, from whatever process."
     state, s = run_state(folder), read_summary(folder)
-    if state not in ("starting", "running"): raise ValueError(f"{folder} is not running, it is {state}.")
+    if state not in GOING: raise ValueError(f"{folder} is not running, it is {state}.")
     process, here = s.get("process"), this_process()["host"]
     if not process or process["host"] != here:
         where = process["host"] if process else "a place that its summary does not name"
@@ -88,7 +89,7 @@ def stop_run(
             raise TimeoutError(f"{folder} has not reacted within {wait:g} s and runs in process {process['pid']}, "
                                "which may be a notebook; interrupt it there.")
         _kill_session(process["pid"])
-    if run_state(folder) in ("starting", "running", "killed"): close_run(folder, "stopped")
+    if run_state(folder) in (*GOING, "killed"): close_run(folder, "stopped")
     return run_state(folder)
 
 # %% ../../nbs/57c_engine.control.ipynb #2b447393
@@ -114,26 +115,35 @@ def _kill_session(sid):
     for p in _session(sid):
         with suppress(psutil.Error): p.kill()
 
-# %% ../../nbs/57c_engine.control.ipynb #e25fa4da
+# %% ../../nbs/57c_engine.control.ipynb #364d75ff
 def tail_run(
     folder: str | Path, # Run folder
     lines: int = 10, # At most
     rank: int = 0,
+    state: str | None = None, # From `run_state`, if it was asked just now
 ) -> list[str]:
     "The last lines that a run has written."
     logs = [Path(folder)/"log"/f"rank{rank}.txt", Path(folder)/"log"/"console.txt"]
-    if run_state(folder).startswith(("failed", "killed")): logs.reverse()
-    found = next((text for log in logs if log.exists() and (text := log.read_text(errors="replace").strip())), "")
-    return found.splitlines()[-lines:] if lines > 0 else []
+    if (state or run_state(folder)).startswith(("failed", "killed")): logs.reverse()
+    return next((found for log in logs if log.exists() and (found := _last_lines(log, lines))), [])
 
-# %% ../../nbs/57c_engine.control.ipynb #0695c300
+def _last_lines(path, lines, block=65536):
+    "The last lines of a text file that say something at its end."
+    if lines < 1: return []
+    with open(path, "rb") as f:
+        size = f.seek(0, os.SEEK_END)
+        f.seek(max(0, size - block))
+        found = f.read().decode(errors="replace").strip().splitlines()
+    return found[-lines:] if block >= size or len(found) > lines else _last_lines(path, lines, 4 * block)
+
+# %% ../../nbs/57c_engine.control.ipynb #742a62ff
 def follow_run(
     folder: str | Path, # Run folder
     lines: int = 10, # Lines to begin with
     rank: int = 0,
 ): # Generator of lines
     "The last lines that a run has written, then each new one until it is over."
-    log, going = Path(folder)/"log"/f"rank{rank}.txt", lambda: run_state(folder) in ("starting", "running")
+    log, going = Path(folder)/"log"/f"rank{rank}.txt", lambda: run_state(folder) in GOING
     while not log.exists() and going(): time.sleep(.1)
     yield from tail_run(folder, lines, rank)
     if not log.exists(): return

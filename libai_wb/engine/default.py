@@ -6,7 +6,7 @@
 __all__ = ['WAITING', 'Watch', 'DefaultTrainer', 'start_from', 'record_config', 'log_progress', 'log_first_batch', 'train_rank',
            'train_waiting', 'train']
 
-# %% ../../nbs/59_engine.default.ipynb #4762db25
+# %% ../../nbs/59_engine.default.ipynb #02c3fa28
 import json
 import time
 import zlib
@@ -25,10 +25,11 @@ from .cells import cell_sources, save_cells
 from .checkpoint import load_pretrained, save_weights
 from .events import MetricsWriter, close_log, run_log
 from .hooks import CallbackHook, CheckpointHook, DivergenceHook, EvalHook, HookBase
-from .hooks import MetricsHook, ProgressHook
+from .hooks import MetricsHook, ProgressHook, PulseHook
 from .control import await_launch, launch
 from .runs import Run
-from .summary import check_free, close_run, end_state, new_folder, read_summary, recorded, run_state
+from .summary import GOING, check_free, close_run, end_state, new_folder, read_summary, recorded
+from .summary import run_state
 from .setup import choose_layout, open_config
 from .trainer import Trainer
 from ..evaluation import evaluate_model
@@ -123,7 +124,7 @@ def write_setup(self: DefaultTrainer, sources: dict[str, str]):
     save_cells(self.cfg, sources, self.folder)
     self.writer = MetricsWriter(self.folder/"metrics.jsonl")
 
-# %% ../../nbs/59_engine.default.ipynb #4f469143
+# %% ../../nbs/59_engine.default.ipynb #fac18af9
 @patch
 def build_hooks(self: DefaultTrainer) -> list[HookBase]: # In the order in which they are called
     "The hooks of a run; override to add yours."
@@ -134,6 +135,7 @@ def build_hooks(self: DefaultTrainer) -> list[HookBase]: # In the order in which
     hooks += [ProgressHook(partial(log_progress, self.log), train.log_period)]
     if watch := train.get("divergence"): hooks += [DivergenceHook(self.warn, watch.window, watch.patience)]
     if first: hooks += [ProgressHook(self.report, seconds=.2)]
+    hooks += [PulseHook(self.folder/"log"/f"rank{self.rank}.json")]
     return hooks + [CallbackHook(after_step=DefaultTrainer.check_time)] * bool(self.timeout)
 
 # %% ../../nbs/59_engine.default.ipynb #a6f4431d
@@ -275,7 +277,7 @@ def _detach(cfg, layout, own, watch, timeout):
     watch(dict(text=f"run {folder} goes on by itself in process {pid}; `libai-wb stop {folder}` ends it"))
     return folder
 
-# %% ../../nbs/59_engine.default.ipynb #9c3d982a
+# %% ../../nbs/59_engine.default.ipynb #f53983ad
 WAITING = "import sys; from libai_wb.engine.default import train_waiting; train_waiting(*sys.argv[1:])"
 
 def train_waiting(
@@ -290,7 +292,7 @@ def train_waiting(
         own = dict(out=folder, device=options["device"], sources=cell_sources(cfg))
         _train_on(cfg, ParallelLayout.parse(options["layout"]), own, Watch(progress=False), options["timeout"])
     except BaseException as e:
-        if run_state(folder) in ("starting", "running"): close_run(folder, end_state(e))
+        if run_state(folder) in GOING: close_run(folder, end_state(e))
         raise
 
 # %% ../../nbs/59_engine.default.ipynb #8f821348

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Run']
 
-# %% ../../nbs/58b_engine.runs.ipynb #9e3a9d6a
+# %% ../../nbs/58b_engine.runs.ipynb #077727dd
 import io
 from pathlib import Path
 
@@ -18,20 +18,15 @@ from .checkpoint import latest, load_weights
 from .control import stop_run, tail_run, wait_run
 from .events import read_metrics
 from .prediction import PictureReader, Predictions, classify
-from .summary import RUN_FILES, read_summary, run_state
+from .summary import check_run, read_summary, run_state, run_text
 from ..mesh.parallelize import parallelize
 
-# %% ../../nbs/58b_engine.runs.ipynb #aabd8a8e
+# %% ../../nbs/58b_engine.runs.ipynb #d4a3f6d3
 class Run:
     "A run folder."
     def __init__(self,
         path: str | Path, # Folder that `train` made
-    ):
-        self.path = Path(path)
-        if missing := [f for f in RUN_FILES if not (self.path/f).is_file()]:
-            there = "does not exist" if not self.path.exists() else f"has no {missing[0]}"
-            raise FileNotFoundError(f"{self.path} {there} and is no run; give the folder that train(...) "
-                                    "reported, for example outputs/vit_nano_digits-1.")
+    ): self.path = check_run(path)
 
     @property
     def config(self): return open_cells(LazyConfig.load(self.path/"config.yaml"), self.path)
@@ -42,12 +37,7 @@ class Run:
     @property
     def state(self): return run_state(self.path)
 
-    def __repr__(self):
-        s = self.summary
-        numbers = {} if s.get("loss") is None else dict(loss=s["loss"])
-        numbers |= s.get("metrics", {})
-        words = ", ".join([f"{s.get('updates', 0)} updates", *(f"{k} {v:.4g}" for k, v in numbers.items())])
-        return f"Run({str(self.path)!r}: {self.state}, {words})"
+    def __repr__(self): return run_text(self.path)
 
 # %% ../../nbs/58b_engine.runs.ipynb #e8c1a12e
 @patch

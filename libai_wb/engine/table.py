@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['find_runs', 'run_row', 'config_differences', 'list_runs', 'runs_text']
 
-# %% ../../nbs/58d_engine.table.ipynb #9deb88b4
+# %% ../../nbs/58d_engine.table.ipynb #f105b3fc
 import os
 from datetime import datetime
 from pathlib import Path
@@ -13,30 +13,36 @@ from pathlib import Path
 import pandas as pd
 import yaml
 from .control import tail_run
-from .summary import RUN_FILES, STANDARD, newest, read_summary, run_state
+from .summary import GOING, RUN_FILES, STANDARD, newest, read_summary, run_state
 
-# %% ../../nbs/58d_engine.table.ipynb #02fec8d9
+# %% ../../nbs/58d_engine.table.ipynb #6ee7e775
 def find_runs(
     folder: str | Path = "outputs", # Folder of runs, at any depth
 ) -> list[Path]: # The newest first
     "The run folders below a folder."
+    return list(_summaries(folder))
+
+def _summaries(folder):
+    "The summary of every run below a folder, by its path."
     if not Path(folder).is_dir(): raise FileNotFoundError(f"{folder} is no folder; give the one that holds the runs.")
-    found = []
+    found = {}
     for path, below, files in os.walk(folder):
         if not set(RUN_FILES) <= set(files): continue
-        found.append(Path(path))
+        found[Path(path)] = read_summary(path)
         below.clear()
-    return sorted(found, key=lambda p: read_summary(p)["started"], reverse=True)
+    return dict(sorted(found.items(), key=lambda item: item[1]["started"], reverse=True))
 
-# %% ../../nbs/58d_engine.table.ipynb #b81b3a18
+# %% ../../nbs/58d_engine.table.ipynb #31bd27b6
 def run_row(
     folder: str | Path, # Run folder
+    summary: dict | None = None, # Its summary, if it was read just now
 ) -> dict:
     "What there is to say of one run."
-    s, state = read_summary(folder), run_state(folder)
-    going = state in ("starting", "running", "killed") # what the summary says is not the last word
+    s = summary or read_summary(folder)
+    state = run_state(folder, s)
+    going = state in (*GOING, "killed") # what the summary says is not the last word
     last = newest(folder) if going else dict(step=s["updates"] - 1, loss=s["loss"], **s["metrics"])
-    error = state.partition(": ")[2] or "".join(tail_run(folder, 1)) * (state == "killed")
+    error = state.partition(": ")[2] or "".join(tail_run(folder, 1, state=state)) * (state == "killed")
     names = ("recipe", "layout", "world", "device", "total", "seconds")
     row = dict(state=state.partition(":")[0], updates=last.get("step", -1) + 1, loss=last.get("loss"), error=error)
     metrics = {k: v for k, v in last.items() if k not in STANDARD}
@@ -59,14 +65,14 @@ def config_differences(
     own = lambda name: name.startswith("_derived_") or name in ("train.output_dir", "train.layout")
     return table[[c for c in table if not own(c) and table[c].astype(str).nunique() > 1]]
 
-# %% ../../nbs/58d_engine.table.ipynb #fea37e68
+# %% ../../nbs/58d_engine.table.ipynb #512de25e
 def list_runs(
     folder: str | Path = "outputs", # Folder of runs, at any depth
 ) -> pd.DataFrame: # One row per run by folder, the newest first; settings that differ are the last columns
     "The runs of a folder as a table."
-    found = find_runs(folder)
-    rows = pd.DataFrame([run_row(p) for p in found], index=[str(p) for p in found])
-    return rows.join(config_differences(found)).rename_axis("run") if found else rows
+    found = _summaries(folder)
+    rows = pd.DataFrame([run_row(p, s) for p, s in found.items()], index=[str(p) for p in found])
+    return rows.join(config_differences(list(found))).rename_axis("run") if found else rows
 
 # %% ../../nbs/58d_engine.table.ipynb #058cee7d
 def runs_text(

@@ -13,14 +13,14 @@ from fastcore.basics import patch
 from .build import Training
 from .hooks import HookBase
 
-# %% ../../nbs/58_engine.trainer.ipynb #decfc60f
+# %% ../../nbs/58_engine.trainer.ipynb #2ea281ef
 class TrainerBase:
     "A loop with hooks; define `run_step`."
     def __init__(self,
         log: logging.Logger | None = None, # Where failures are written, by default Python's "libai_wb"
     ):
         self.log = log or logging.getLogger("libai_wb")
-        self.hooks, self.metrics, self.done = [], {}, False
+        self.hooks, self.metrics, self.done, self.phase = [], {}, False, "train"
         self.iter = self.start_iter = self.max_iter = 0
 
     def register_hooks(self,
@@ -62,6 +62,15 @@ def train(self: TrainerBase,
 def _call(self: TrainerBase, moment):
     "Call one method of every hook, in order."
     for hook in self.hooks: getattr(hook, moment)()
+
+# %% ../../nbs/58_engine.trainer.ipynb #4b7e8ef1
+@patch
+def enter(self: TrainerBase,
+    phase: str, # "train", "evaluate" or "save"
+):
+    "Turn to something else; every hook is told."
+    self.phase = phase
+    self._call("on_phase")
 
 # %% ../../nbs/58_engine.trainer.ipynb #7246d75a
 @patch

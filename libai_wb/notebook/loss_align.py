@@ -5,14 +5,14 @@
 # %% auto #0
 __all__ = ['LossAlign']
 
-# %% ../../nbs/74_notebook.loss_align.ipynb #7af21696
+# %% ../../nbs/74_notebook.loss_align.ipynb #9671c90f
 import threading
 from dataclasses import replace
 from pathlib import Path
 
 from fastcore.basics import patch
 from ..align.curve_set import CurveSet
-from ..engine.summary import run_state
+from ..engine.summary import GOING, run_state
 from .curve_figure import View, axes_of, draw_curves
 from .loss_panel import Panel
 
@@ -73,13 +73,13 @@ def select(self: LossAlign, step: int):
     self.clicked = step
     self.show()
 
-# %% ../../nbs/74_notebook.loss_align.ipynb #faab8c1b
+# %% ../../nbs/74_notebook.loss_align.ipynb #8b5a7d5e
 @patch
 def going(self: LossAlign) -> bool:
     "Whether any of the runs goes on."
     folders = [Path(getattr(s, "path", s)) for s in self.curves.sources.values()
                if isinstance(s, (str, Path)) or hasattr(s, "path")]
-    return any((f/"summary.json").is_file() and run_state(f) in ("starting", "running") for f in folders)
+    return any((f/"summary.json").is_file() and run_state(f) in GOING for f in folders)
 
 @patch
 def start_following(self: LossAlign):

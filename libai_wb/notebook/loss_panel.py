@@ -57,12 +57,13 @@ class PlotlyPicture:
 
 _HOVER = "%{fullData.name}<br>step %{customdata}<br>%{text}<extra></extra>"
 
-# %% ../../nbs/73_notebook.loss_panel.ipynb #1646820b
+# %% ../../nbs/73_notebook.loss_panel.ipynb #8d0b7c2e
 @patch
 def dress(self: PlotlyPicture):
     "What does not depend on the data: sizes, colours that can be read on light and dark, axes."
     grid = dict(gridcolor="rgba(128,128,128,0.25)", zeroline=False, linecolor="#7f7f7f")
-    self.widget.update_layout(height=560, margin=dict(l=70, r=20, t=60, b=50), paper_bgcolor="rgba(0,0,0,0)",
+    self.widget.update_layout(autosize=True, height=560, margin=dict(l=70, r=40, t=60, b=50),
+                              modebar=dict(orientation="v", bgcolor="rgba(0,0,0,0)"), paper_bgcolor="rgba(0,0,0,0)",
                               plot_bgcolor="rgba(0,0,0,0)", font=dict(color="#7f7f7f", size=13), hovermode="closest",
                               legend=dict(orientation="h", y=1.01, yanchor="bottom"))
     self.widget.update_xaxes(**grid)
