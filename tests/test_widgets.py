@@ -26,6 +26,8 @@ def test_somebody_compares_two_runs(tmp_path, browser):  # noqa: F811
         plot = page.page.wait_for_selector(PLOT, timeout=30_000)
         page.page.get_by_text("two leaves the band at step 1201").wait_for(timeout=10_000)
         assert page.page.locator(f"{PLOT} .scatterlayer .trace").count() >= 4
+        wide = f"(e => [e.querySelector('.svg-container').clientWidth, e.clientWidth])(document.querySelector('{PLOT}'))"
+        page.until(lambda: len({*page.js(wide)}) == 1, "a plot as wide as the notebook")
         looks = page.js(f"document.querySelector('{PLOT}').data.map(t => [t.line?.color, t.showlegend])")
         assert looks[1] == ["#D55E00", True] and looks[3] == ["#D55E00", False]  # what was set arrives
         page.shot("loss-align")

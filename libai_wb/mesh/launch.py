@@ -181,13 +181,14 @@ def _exit_reason(process):
     hint = ", maybe out of memory" if -code == signal.SIGKILL else ""
     return f"was ended by {signal.Signals(-code).name}{hint}"
 
-# %% ../../nbs/12_mesh.launch.ipynb #b75ffc86
+# %% ../../nbs/12_mesh.launch.ipynb #92488802
 def _places(watch, ranks, folder):
     "Ask ranks that hang where they stand; each writes its own traceback."
     for rank in ranks:
         with suppress(OSError): os.kill(watch.processes[rank].pid, signal.SIGUSR1)
     time.sleep(.3)
-    texts = {r: (Path(folder) / f"rank{r}.places").read_text().strip() for r in ranks}
+    files = {r: Path(folder) / f"rank{r}.places" for r in ranks}
+    texts = {r: f.read_text().strip() if f.exists() else "at its start" for r, f in files.items()}
     return "\n\n".join(f"rank {r} was here:\n{text}" for r, text in texts.items() if text)
 
 # %% ../../nbs/12_mesh.launch.ipynb #b3d20c88

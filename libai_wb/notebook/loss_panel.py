@@ -29,7 +29,7 @@ class ImagePicture:
         draw_curves(self.align.curves, self.align.view).savefig(data, format="png", dpi=110)
         self.widget.value = data.getvalue()
 
-# %% ../../nbs/73_notebook.loss_panel.ipynb #5425d8a3
+# %% ../../nbs/73_notebook.loss_panel.ipynb #e39c8876
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 
 class PlotlyPicture:
@@ -51,11 +51,19 @@ class PlotlyPicture:
         self.dress()
         self.draw()
         self.widget = FigureWidget(self.widget) # at last: what is added to a widget before it is shown can be lost
+        self.widget._config, self.widget._view_count = dict(responsive=True), 0 # counts the places where it is shown
+        self.widget.observe(lambda change: self.fit(), "_view_count")
         for trace in self.widget.data: trace.on_click(self.clicked)
         self.widget.layout.on_change(lambda layout, seen: self.zoom(seen), "xaxis.range")
         self.widget.layout.on_change(lambda layout, whole: self.zoom(None) if whole else None, "xaxis.autorange")
 
 _HOVER = "%{fullData.name}<br>step %{customdata}<br>%{text}<extra></extra>"
+
+# %% ../../nbs/73_notebook.loss_panel.ipynb #7e745652
+@patch
+def fit(self: PlotlyPicture):
+    "Take the width of the notebook."
+    self.widget._send_relayout_msg(dict(autosize=True))
 
 # %% ../../nbs/73_notebook.loss_panel.ipynb #8d0b7c2e
 @patch

@@ -120,14 +120,18 @@ def _ended_by(code):
     if code > 0: return f"papermill ended with exit code {code}"
     return f"papermill was ended by {signal.Signals(-code).name}{', maybe out of memory' * (-code == signal.SIGKILL)}"
 
-# %% ../../nbs/75b_notebook.point.ipynb #d5b807ca
+# %% ../../nbs/75b_notebook.point.ipynb #ef44bff1
 def _family(process):
     "Processes that a process has started, except for detached runs."
     with suppress(psutil.Error):
         for child in process.children():
-            if "train_waiting" in " ".join(child.cmdline()): continue
+            if _is_detached(child): continue
             yield child
             yield from _family(child)
+
+def _is_detached(process):
+    with suppress(psutil.Error): return "train_waiting" in " ".join(process.cmdline()) # of a zombie there is none
+    return False
 
 def _interrupt(point):
     "Interrupt the kernel of a point."
