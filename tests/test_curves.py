@@ -100,7 +100,7 @@ def test_many_long_runs_are_drawn_quickly_and_a_spike_is_kept():
     align = LossAlign(dict(long=long))
     align._repr_mimebundle_()
     drawn = align.panel.picture.widget.data[0]
-    assert drawn.y.max() == 9. and drawn.customdata[drawn.y.argmax()] == 123_456
+    assert drawn.y.max() == 9. and drawn.customdata[drawn.y.argmax(), 0] == 123_456
     align.close()
 
 

@@ -30,7 +30,7 @@ def axes_of(
     "What the runs can be drawn over."
     return [x for x in ("step", "samples", "time") if all(x in t for t in curves.tables.values())]
 
-# %% ../../nbs/72a_notebook.curve_figure.ipynb #5441a0ff
+# %% ../../nbs/72a_notebook.curve_figure.ipynb #7eea255b
 class Line(NamedTuple):
     "Points to draw."
     x: np.ndarray # Positions
@@ -47,12 +47,13 @@ def _line(table, column, view, smoothing, points):
 def lines_of(
     curves: CurveSet,
     view: View = View(),
-    points: int = 1000, # About how many a line has at most
+    points: int | None = None, # About how many a line has at most, by default up to 1,000, fewer with many runs
 ) -> tuple[dict[str, Line], dict[str, Line]]: # Values, and differences to the reference, by run
     "The points to draw."
     if view.x not in axes_of(curves):
         raise ValueError(f"x={view.x!r} is not known of all runs; use one of {', '.join(axes_of(curves))}.")
     tables = {name: curves.curve(name) for name in curves.sources}
+    points = points or max(400, min(1000, 10_000 // len(tables)))
     above = {name: _line(t, "value", view, view.smoothing, points) for name, t in tables.items()}
     where = lambda name: tables[name][list(dict.fromkeys(("step", view.x)))]
     gaps = {name: gap.merge(where(name), on="step") for name, gap in curves.differences().items()}

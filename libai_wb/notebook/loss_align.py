@@ -91,7 +91,7 @@ def start_following(self: LossAlign):
             self.refresh()
     if self.every and self.going(): threading.Thread(target=follow, name="loss-align", daemon=True).start()
 
-# %% ../../nbs/74_notebook.loss_align.ipynb #2a645455
+# %% ../../nbs/74_notebook.loss_align.ipynb #c5a0fbd4
 @patch
 def _repr_mimebundle_(self: LossAlign, include=None, exclude=None):
     "Controls, picture and table."
@@ -100,7 +100,7 @@ def _repr_mimebundle_(self: LossAlign, include=None, exclude=None):
     except ImportError: return bundle # no ipywidgets
     _replace(self)
     self.start_following()
-    return bundle | self.panel.box._repr_mimebundle_() | {"text/plain": bundle["text/plain"]}
+    return bundle | {"application/vnd.jupyter.widget-view+json": self.panel.box.get_view_spec()}
 
 # %% ../../nbs/74_notebook.loss_align.ipynb #da7eb599
 _SHOWN = {} # id of a cell: the comparison that it shows

@@ -16,12 +16,13 @@ from ..align.curves import band_at
 from .curve_figure import _UNITS, Line, View, axes_of, draw_curves, leaving, lines_of
 from .plots import _PALETTE, _limits
 
-# %% ../../nbs/73_notebook.loss_panel.ipynb #e14c6b7b
+# %% ../../nbs/73_notebook.loss_panel.ipynb #70fedc13
 class ImagePicture:
     "A picture that is drawn anew with every change."
     def __init__(self, align):
         import ipywidgets
         self.align, self.widget = align, ipywidgets.Image(format="png")
+        self.draw()
 
     def draw(self):
         "Draw what is to be seen."
@@ -29,7 +30,7 @@ class ImagePicture:
         draw_curves(self.align.curves, self.align.view).savefig(data, format="png", dpi=110)
         self.widget.value = data.getvalue()
 
-# %% ../../nbs/73_notebook.loss_panel.ipynb #e39c8876
+# %% ../../nbs/73_notebook.loss_panel.ipynb #7163abb3
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 
 class PlotlyPicture:
@@ -38,6 +39,7 @@ class PlotlyPicture:
         from plotly.graph_objects import FigureWidget
         from plotly.subplots import make_subplots
         self.align, self.names, self.seen = align, list(align.curves.sources), None # range of a zoom
+        self.unfit = [] # places where it has not been as wide as they are
         self.widget = make_subplots(2, shared_xaxes=True, row_heights=[.62, .38], vertical_spacing=.04)
         for row in (1, 2):
             for i, name in enumerate(self.names):
@@ -46,26 +48,31 @@ class PlotlyPicture:
                                         mode="lines", hovertemplate=_HOVER)
         self.widget.add_scatter(row=2, col=1, name="noise band", fill="tozeroy", mode="lines", hoverinfo="skip",
                                 line=dict(width=0), fillcolor="rgba(128,128,128,0.25)")
-        self.widget.add_scatter(row=2, col=1, name="leaves the band", mode="markers", hovertemplate=_HOVER,
+        self.widget.add_scatter(row=2, col=1, name="leaves the band", mode="markers", hovertemplate=_LEAVES,
                                 marker=dict(symbol="x", size=11, color="#D55E00", line=dict(width=1, color="black")))
         self.dress()
         self.draw()
         self.widget = FigureWidget(self.widget) # at last: what is added to a widget before it is shown can be lost
         self.widget._config, self.widget._view_count = dict(responsive=True), 0 # counts the places where it is shown
-        self.widget.observe(lambda change: self.fit(), "_view_count")
+        self.widget.observe(lambda change: self.unfit.append(1), "_view_count")
+        drawn = ["_js2py_traceDeltas", "_js2py_layoutDelta"] # come when it has been drawn in a place
+        self.widget.observe(lambda change: self.fit(), drawn)
         for trace in self.widget.data: trace.on_click(self.clicked)
         self.widget.layout.on_change(lambda layout, seen: self.zoom(seen), "xaxis.range")
         self.widget.layout.on_change(lambda layout, whole: self.zoom(None) if whole else None, "xaxis.autorange")
 
-_HOVER = "%{fullData.name}<br>step %{customdata}<br>%{text}<extra></extra>"
+_HOVER = "%{fullData.name}<br>step %{customdata[0]}<br>%{customdata[1]:.8g}<extra></extra>"
+_LEAVES = "%{text} leaves the band<br>step %{customdata[0]}<br>%{customdata[1]:.3g}<extra></extra>"
 
-# %% ../../nbs/73_notebook.loss_panel.ipynb #7e745652
+# %% ../../nbs/73_notebook.loss_panel.ipynb #5ff618cc
 @patch
 def fit(self: PlotlyPicture):
     "Take the width of the notebook."
+    if not self.unfit: return
+    self.unfit.clear()
     self.widget._send_relayout_msg(dict(autosize=True))
 
-# %% ../../nbs/73_notebook.loss_panel.ipynb #8d0b7c2e
+# %% ../../nbs/73_notebook.loss_panel.ipynb #8cdba594
 @patch
 def dress(self: PlotlyPicture):
     "What does not depend on the data: sizes, colours that can be read on light and dark, axes."
@@ -81,9 +88,9 @@ def dress(self: PlotlyPicture):
 @patch
 def clicked(self: PlotlyPicture, trace, points, state):
     "Show what happened at the point."
-    if points.point_inds: self.align.select(int(trace.customdata[points.point_inds[0]]))
+    if points.point_inds: self.align.select(int(trace.customdata[points.point_inds[0]][0]))
 
-# %% ../../nbs/73_notebook.loss_panel.ipynb #5ed8a63a
+# %% ../../nbs/73_notebook.loss_panel.ipynb #771a859e
 @patch
 def zoom(self: PlotlyPicture, seen):
     "Show the points of a range, or of the whole run again."
@@ -112,7 +119,7 @@ def draw(self: PlotlyPicture):
 @patch
 def fill(self: PlotlyPicture, i, line, heights):
     "The points of one line."
-    self.widget.data[i].update(x=line.x, y=heights, customdata=line.step, text=[f"{y:.8g}" for y in line.y])
+    self.widget.data[i].update(x=line.x, y=heights, customdata=np.column_stack([line.step, line.y]))
 
 @patch
 def look(self: PlotlyPicture, i, reference):
@@ -121,7 +128,7 @@ def look(self: PlotlyPicture, i, reference):
         dict(color=_PALETTE[i % 6], dash=_DASHES[i % 5], width=1.6)
     self.widget.data[i].line.update(line)
 
-# %% ../../nbs/73_notebook.loss_panel.ipynb #aae2f5fe
+# %% ../../nbs/73_notebook.loss_panel.ipynb #36bde8e8
 @patch
 def draw_below(self: PlotlyPicture, below, curves, view):
     "Differences, the band, and where runs leave it."
@@ -138,8 +145,7 @@ def draw_below(self: PlotlyPicture, below, curves, view):
     left = curves.divergence()
     self.widget.data[2 * n + 1].update(
         x=[x for x, _ in marks.values()], y=[min(max(y, low), high) for _, y in marks.values()],
-        customdata=[left[name] for name in marks], showlegend=bool(marks),
-        text=[f"{name} leaves the band: {y:.3g}" for name, (_, y) in marks.items()])
+        customdata=[(left[name], y) for name, (_, y) in marks.items()], showlegend=bool(marks), text=list(marks))
     self.widget.update_yaxes(range=[np.log10(low / 2), np.log10(high * 2)], row=2, col=1)
 
 # %% ../../nbs/73_notebook.loss_panel.ipynb #9b42f741
@@ -161,7 +167,7 @@ def controls_of(
         steps=w.IntRangeSlider(value=seen, min=0, max=last, description="steps", continuous_update=False, **wide),
         log=w.Checkbox(value=view.log, description="logarithmic values", indent=False))
 
-# %% ../../nbs/73_notebook.loss_panel.ipynb #63fa7868
+# %% ../../nbs/73_notebook.loss_panel.ipynb #4c4d06d7
 class Panel:
     "Controls, a picture, and the records of a step."
     def __init__(self, align):
@@ -177,14 +183,14 @@ class Panel:
         for control in self.controls.values(): control.observe(self.changed, "value")
         self.button.on_click(self.save)
         align.listeners.append(self.draw)
-        self.draw()
+        self.tell()
 
     def any_picture(self):
         "Plotly's figure where it can be had."
         try: return PlotlyPicture(self.align)
         except ImportError: return ImagePicture(self.align)
 
-# %% ../../nbs/73_notebook.loss_panel.ipynb #367a8406
+# %% ../../nbs/73_notebook.loss_panel.ipynb #e9fdc656
 @patch
 def changed(self: Panel, change):
     "Show what the controls say."
@@ -197,6 +203,11 @@ def changed(self: Panel, change):
 def draw(self: Panel):
     "Draw the picture and say in words what it shows."
     self.picture.draw()
+    self.tell()
+
+@patch
+def tell(self: Panel):
+    "Say in words what the picture shows."
     left = self.align.curves.divergence()
     words = [f"{name} leaves the band at step {step}" for name, step in left.items() if step is not None]
     self.say("; ".join(words) or ("no run leaves the noise band" if left else ""))

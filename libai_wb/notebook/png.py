@@ -20,12 +20,13 @@ def _palette(image):
     off = ImageChops.difference(image, small.convert("RGB")).getextrema()
     return small if max(high for _, high in off) <= _FAINT else image
 
-# %% ../../nbs/71e_notebook.png.ipynb #c678b60c
-def _png(fig, dpi):
+# %% ../../nbs/71e_notebook.png.ipynb #0fe21ba1
+def _png(fig, dpi, too_large=float("inf")):
     "PNG bytes of `fig`."
     from PIL import Image
     whole, small = io.BytesIO(), io.BytesIO()
     fig.savefig(whole, format="png", dpi=dpi)
+    if len(whole.getvalue()) > too_large: return whole.getvalue() # a palette saves two thirds at most
     _palette(Image.open(whole).convert("RGB")).save(small, format="png", optimize=True, dpi=(dpi, dpi))
     return small.getvalue()
 
@@ -35,6 +36,9 @@ def small_png(
 ) -> bytes: # Of a PNG file; larger than `most` if it cannot be helped
     "Draw a figure with as many pixels as fit."
     best, least = 110, 72 # dots per inch: of 8 inches they make 880 and 576 pixels
-    png = _png(fig, best)
-    if len(png) > most: png = _png(fig, max(least, int(best * (most / len(png))**.85)))
-    return png if len(png) <= most else _png(fig, least)
+    png, layout = _png(fig, best, 4 * most), fig.get_layout_engine()
+    fig.set_layout_engine("none") # all stands where it should, which took half of the time
+    try:
+        if len(png) > most: png = _png(fig, max(least, int(best * (most / min(len(png), 2 * most))**.85)))
+        return png if len(png) <= most else _png(fig, least)
+    finally: fig.set_layout_engine(layout)
