@@ -212,6 +212,7 @@ class TestInBrowser:
             assert runs[0].config.train.global_batch_size == 32
             page.shot("parallel-config-run")
 
+    @pytest.mark.full
     def test_it_can_be_read_in_the_dark(self, tmp_path, browser):  # noqa: F811
         with opened(tmp_path, browser, source=EXPERIMENT) as (lab, page):
             page.js("window.jupyterapp.commands.execute('apputils:change-theme', {theme: 'JupyterLab Dark'})")

@@ -210,6 +210,7 @@ def test_a_changed_notebook_needs_again(tmp_path):
 
 # Runs
 
+@pytest.mark.full
 @pytest.mark.timeout(200)
 def test_layouts_of_a_recipe(tmp_path):
     "The experiment, from the shell: the same losses in both layouts, in one table and one plot."

@@ -1,6 +1,7 @@
 """The dashboard of a run in a real JupyterLab: it moves while a cell sleeps, and its button ends the run."""
 import re
 
+import pytest
 from kernels import nothing_left  # noqa: F401
 from lab import browser, in_browser, opened  # noqa: F401
 from test_detached import nothing_goes_on  # noqa: F401
@@ -13,6 +14,7 @@ BOARD = ".jp-OutputArea-output [role=progressbar]"
 PARTS = ".jp-OutputArea-output .widget-html-content"
 
 
+@pytest.mark.full
 def test_somebody_watches_a_run_and_ends_it(tmp_path, browser):  # noqa: F811
     cells = START, "watch(run)", "import time\ntime.sleep(10)", "print(run.state)"
     with opened(tmp_path, browser, *cells) as (lab, page):
