@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['ParallelConfigWidget']
 
-# %% ../../nbs/78_notebook.parallel_config.ipynb #d556facc
+# %% ../../nbs/78_notebook.parallel_config.ipynb #4f4f347d
 import base64
 import copy
 import html
@@ -19,7 +19,7 @@ from ..config.lazy import LazyConfig
 from ..engine.cells import cell_sources
 from ..engine.default import train
 from ..engine.runs import Run
-from ..engine.summary import newest
+from ..engine.summary import GOING, newest
 from ..mesh.topology import ParallelLayout
 from .layout_commands import command_text, refusal
 from .layout_estimates import Estimator, cost_lines, draw_memory, memory_bars
@@ -29,7 +29,7 @@ from .layout_panel import LayoutPanel
 from .loss_align import _replace
 from .plots import draw_mesh, mesh_text
 
-# %% ../../nbs/78_notebook.parallel_config.ipynb #d6ca7b34
+# %% ../../nbs/78_notebook.parallel_config.ipynb #164468f1
 class ParallelConfigWidget:
     "A form for a run: choose, see what follows, start."
     def __init__(self,
@@ -67,7 +67,7 @@ class ParallelConfigWidget:
     @property
     def going(self) -> bool:
         "Whether a run that was started here goes on."
-        return self.run is not None and _state(self.run) in ("starting", "running")
+        return self.run is not None and _state(self.run) in GOING
 
 def _state(run):
     "The state of a run, also of one whose folder was removed."
