@@ -6,13 +6,15 @@
 __all__ = ['recipes_verb', 'info_verb', 'advise_verb', 'train_verb', 'ps_verb', 'tail_verb', 'stop_verb', 'watch_verb',
            'eval_verb', 'predict_verb', 'export_verb', 'verify_verb', 'data_verb', 'sweep_verb', 'main']
 
-# %% ../nbs/80_cli.ipynb #0617f8f4
+# %% ../nbs/80_cli.ipynb #ec04bcf0
 import argparse
 import json
 import os
 import sys
 import warnings
 from pathlib import Path
+
+from .mesh.processes import start_server
 
 # %% ../nbs/80_cli.ipynb #d032a217
 def _config(args):
@@ -357,13 +359,21 @@ def _complain(error):
     print(f"libai-wb: {error.args[0] if bare else error}", file=sys.stderr)
     return 2
 
-# %% ../nbs/80_cli.ipynb #f55ff932
+# %% ../nbs/80_cli.ipynb #73b3cee0
+def _has_ranks(args):
+    "Whether a call starts ranks; under torchrun they are there."
+    if args.verb == "verify": return True
+    return (args.verb in ("train", "eval") and args.layout not in (None, "1") and "RANK" not in os.environ
+            and not getattr(args, "detach", False))
+
+# %% ../nbs/80_cli.ipynb #092bebb3
 def main(
     argv: list[str] | None = None, # Words of the command line; `None` takes them from `sys.argv`
 ) -> int: # Exit code: 0 done, 1 a layout does not follow or data are missing, 2 a mistake in the call
     "Entry of the console script and of ranks under torchrun."
     if not {"", os.getcwd()} & {*sys.path}: sys.path.append("") # models in files beside you, as in `python -m`
     args = _parse(argv)
+    if _has_ranks(args): start_server()
     try: return args.function(args) or 0
     except (ValueError, OSError, FloatingPointError, SyntaxError, ImportError, NotImplementedError) as e:
         return _complain(e)

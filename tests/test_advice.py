@@ -43,18 +43,19 @@ def test_a_cut_vit_shares_its_products(tp):
 
 def test_bytes_of_the_gradients():
     "Over dp each gradient travels once per update, with one flag per parameter, whatever the accumulation."
-    for recipe, layout in itertools.product(RECIPES, ("dp2", "dp2+acc4", "dp4")):
-        cfg = load_recipe(recipe)
-        params = [p for p in build_plain(cfg).parameters() if p.requires_grad]
-        cost = estimate_step(cfg, layout, describe_machine(8))
-        (axis, what, calls, moved), = cost.traffic
-        assert (axis, what) == ("dp", "all-reduce")
-        assert moved == 4 * (sum(p.numel() for p in params) + len(params)) + 2 * 8 # and two sums in float64
+    for recipe in RECIPES:
+        book = WorkBook(load_recipe(recipe))
+        params = [p for p in build_plain(book.cfg).parameters() if p.requires_grad]
+        for layout in ("dp2", "dp2+acc4", "dp4"):
+            (axis, what, calls, moved), = estimate_step(book, layout, describe_machine(8)).traffic
+            assert (axis, what) == ("dp", "all-reduce")
+            assert moved == 4 * (sum(p.numel() for p in params) + len(params)) + 2 * 8 # and two sums in float64
 
 
 def test_bubble():
+    book = WorkBook(load_recipe("vit_nano_digits"))
     for pp, acc in itertools.product((1, 2, 4), (4, 8, 16)):
-        cost = estimate_step(load_recipe("vit_nano_digits"), ParallelLayout(pp=pp, acc=acc), describe_machine(8))
+        cost = estimate_step(book, ParallelLayout(pp=pp, acc=acc), describe_machine(8))
         assert cost.bubble == bubble_share(pp, acc) == (pp - 1) / (acc + pp - 1)
         rounds = cost.idle / cost.bubble if pp > 1 else 0 # of the slowest stage; the update is added
         assert rounds <= cost.seconds * (1 + 1e-9) and (cost.idle > 0) == (pp > 1)
@@ -118,7 +119,7 @@ def test_a_micro_batch_is_told_by_a_small_and_a_large_one(recipe):
             assert .9 < told.held.bytes(1) / played.held.bytes(1) < 1.15, (text, stage)
 
 
-@pytest.mark.parametrize("world", [1, 2, 6])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(6, marks=pytest.mark.full)])
 def test_lists_what_training_takes(world):
     "Every layout of the list passes the training's check, and one that is not in it or equal to one in it does not."
     cfg = load_recipe("vit_nano_digits")
@@ -145,13 +146,12 @@ def test_lists_what_training_takes(world):
 
 def test_known_answers():
     "Slow links make tensor parallelism slow, deep accumulation a bubble small, nodes an axis slow that crosses them."
-    cfg = load_recipe("vit_imagenet")
-    far = describe_machine(8, gpu="A100", link=1e9)
-    plain, cut = (estimate_step(cfg, t, far) for t in ("dp8+acc4", "dp2tp4+acc4"))
+    book, far = WorkBook(load_recipe("vit_imagenet")), describe_machine(8, gpu="A100", link=1e9)
+    plain, cut = (estimate_step(book, t, far) for t in ("dp8+acc4", "dp2tp4+acc4"))
     assert plain.seconds < cut.seconds and plain.communication < cut.communication
-    times = [estimate_step(cfg, ParallelLayout(pp=2, acc=acc), far).idle for acc in (2, 4, 8)]
+    times = [estimate_step(book, ParallelLayout(pp=2, acc=acc), far).idle for acc in (2, 4, 8)]
     assert times == sorted(times, reverse=True)
-    near, across = (estimate_step(cfg, "dp2tp8", describe_machine(16, node=n)).communication for n in (16, 4))
+    near, across = (estimate_step(book, "dp2tp8", describe_machine(16, node=n)).communication for n in (16, 4))
     assert near < across
 
 

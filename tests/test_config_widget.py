@@ -65,10 +65,11 @@ def test_a_mistake_is_told_beside_its_field(values, blamed, words):
     assert all("\n" not in m and m for m in messages.values())
 
 
-def test_the_form_and_training_agree():
-    "200 random forms: both refuse, or both have the same sums."
-    draw, form, kept = random.Random(0), LayoutForm(NANO, device="cpu"), 0
-    for _ in range(200):
+@pytest.mark.parametrize("seed, forms", [(0, 50), pytest.param(1, 200, marks=pytest.mark.full)])
+def test_the_form_and_training_agree(seed, forms):
+    "Random forms: both refuse, or both have the same sums."
+    draw, form, kept = random.Random(seed), LayoutForm(NANO, device="cpu"), 0
+    for _ in range(forms):
         values = dict(dp=draw.choice([1, 2, 3, 4]), tp=draw.choice([1, 2, 4]), pp=draw.choice([1, 2, 3, 4, 5]),
                       acc=draw.choice([None, None, 1, 2, 4]), schedule=draw.choice(["1f1b", "gpipe", "interleaved"]),
                       zero=draw.choice([0, 0, 0, 1]), global_batch=draw.choice([16, 48, 64, 96]),
@@ -82,7 +83,7 @@ def test_the_form_and_training_agree():
         else:
             assert (said.messages, said.plan, said.layout) == ({}, plan, layout)
             kept += 1
-    assert 30 < kept < 170
+    assert .1 < kept / forms < .9
 
 
 def test_every_word_of_the_grammar_is_a_field():
@@ -127,7 +128,8 @@ def test_a_config_with_everything_set_comes_back_unchanged():
 # what it writes down
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("kind", ["shell", "torchrun", pytest.param("sbatch", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["shell", "torchrun", "sbatch"])
 def test_the_command_trains(kind, tmp_path):
     "Two ranks, started by the line as it stands; srun is played by a script that runs what it is given."
     form = LayoutForm(NANO, "dp2", "cpu")

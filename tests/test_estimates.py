@@ -83,6 +83,7 @@ def random_case(draw):
 
 DRAW = random.Random(6)
 CASES = [random_case(DRAW) for _ in range(200)]
+FEW = 60  # of them in CI
 
 
 def training_says(cfg, layout):
@@ -129,15 +130,16 @@ def expected(cfg, layout):
                   for stage in range(layout.pp) for shard in range(layout.tp)}
 
 
-def test_rehearsals_say_what_training_says():
+@pytest.mark.parametrize("cases", [CASES[:FEW], pytest.param(CASES[FEW:], marks=pytest.mark.full)], ids=["few", "rest"])
+def test_rehearsals_say_what_training_says(cases):
     accepted, sentences = 0, set()
-    for recipe, overrides, text in CASES:
+    for recipe, overrides, text in cases:
         cfg, layout = load_recipe(recipe, overrides), ParallelLayout.parse(text)
         said, wanted = played(cfg, layout), expected(cfg, layout)
         assert said == wanted, f"{recipe} {overrides} {text}"
         if isinstance(wanted, str): sentences.add(wanted)
         else: accepted += 1
-    assert accepted >= 60 and len(sentences) >= 20  # the draw has both kinds
+    assert accepted >= 15 and len(sentences) >= 15  # the draw has both kinds
 
 
 def launched(rank, n, cases):
@@ -175,9 +177,9 @@ def test_random_configurations_run_as_said(record_property):
     record_property("launched", f"{len(chosen)} of {len(CASES)} configurations")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout, rank", [
-    ("dp2tp2pp2+acc4", 3), pytest.param("1+acc2", 0, marks=pytest.mark.full),
-    pytest.param("dp2tp2pp2+acc4+gpipe", 7, marks=pytest.mark.full)])
+    ("dp2tp2pp2+acc4", 3), ("1+acc2", 0), ("dp2tp2pp2+acc4+gpipe", 7)])
 def test_every_recipe_is_rehearsed(layout, rank):
     "One micro-batch through every shipped recipe, also those whose data is not here, and an optimizer step."
     for name in recipe_names():

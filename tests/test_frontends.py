@@ -34,6 +34,7 @@ def test_a_page_without_a_kernel(source, tmp_path, browser):  # noqa: F811
     assert [e for e in errors if "require" not in e and "MathJax" not in e] == []  # these two come from elsewhere
 
 
+@pytest.mark.full
 def test_notebook_7(tmp_path, browser):  # noqa: F811
     with opened(tmp_path, browser, CURVES, program="notebook") as (lab, page):
         own, page.errors = page.errors, []  # what Notebook 7 says of itself before any cell has run

@@ -1,4 +1,4 @@
-"""The dashboard of a run in a real JupyterLab: it moves while a cell sleeps, and its button ends the run."""
+"""The dashboard of a run in a real JupyterLab: it moves while a cell sleeps, and its button ends the run meanwhile."""
 import re
 
 import pytest
@@ -16,7 +16,7 @@ PARTS = ".jp-OutputArea-output .widget-html-content"
 
 @pytest.mark.full
 def test_somebody_watches_a_run_and_ends_it(tmp_path, browser):  # noqa: F811
-    cells = START, "watch(run)", "import time\ntime.sleep(10)", "print(run.state)"
+    cells = START, "watch(run)", "import time\ntime.sleep(40)", "print(run.state)"
     with opened(tmp_path, browser, *cells) as (lab, page):
         page.run(0)
         page.start(1)
@@ -30,7 +30,6 @@ def test_somebody_watches_a_run_and_ends_it(tmp_path, browser):  # noqa: F811
         page.until(lambda: done() > before, "an update while the cell sleeps", 10)
         assert page.status() == "busy"
         page.until(lambda: page.page.locator(f"{PARTS} svg path").count() > 1, "a curve", 10)
-        page.done(2)
         page.shot("watch-light")
         page.js("window.jupyterapp.commands.execute('apputils:change-theme', {theme: 'JupyterLab Dark'})")
         page.page.locator("body[data-jp-theme-light=false]").wait_for(state="attached", timeout=20_000)
@@ -44,5 +43,8 @@ def test_somebody_watches_a_run_and_ends_it(tmp_path, browser):  # noqa: F811
         page.page.wait_for_timeout(500)
         page.page.keyboard.press("Space")
         page.until(lambda: "the run is stopped" in text() and "stopped after" in text(), "the end", 40)
+        assert page.page.locator(".jp-InputPrompt").nth(2).text_content() == "[*]:"  # the cell still sleeps
         page.shot("watch-stopped")
+        page.press("Interrupt the kernel")
+        page.until(lambda: page.page.locator(".jp-InputPrompt").nth(2).text_content() != "[*]:", "the end of the cell")
         assert page.run(3).strip() == "stopped"

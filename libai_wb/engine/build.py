@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['resolve_layout', 'recipe_names', 'load_recipe', 'recipe_keys', 'remarks', 'recipe_lines', 'scale_iterations',
-           'build_plain', 'check_model', 'check_config', 'check_labels_of', 'Training', 'build_optimizer',
-           'download_once', 'random_mode', 'build_training', 'describe']
+           'build_plain', 'check_model', 'check_config', 'check_labels_of', 'check_plain', 'Training',
+           'build_optimizer', 'download_once', 'random_mode', 'build_training', 'describe']
 
 # %% ../../nbs/54_engine.build.ipynb #4af8aee1
 import ast
@@ -147,13 +147,13 @@ def check_model(
                          f"parallelism fits it; use a layout like dp{layout.world} instead of {layout}.")
     return layout
 
-# %% ../../nbs/54_engine.build.ipynb #b03c898b
+# %% ../../nbs/54_engine.build.ipynb #9be8544e
 def check_config(
     cfg, # Config
     layout: ParallelLayout, # Layout to hold it against
 ) -> BatchPlan: # The sums of the batch
     "Check layout, model and batch of a config against each other."
-    return _check_plain(cfg, layout, build_plain(cfg))
+    return check_plain(cfg, layout, build_plain(cfg))
 
 # %% ../../nbs/54_engine.build.ipynb #7872bb84
 def check_labels_of(
@@ -183,8 +183,12 @@ def _check_smoothing(smooth, model):
         raise ValueError(f"mixup_func.label_smoothing={smooth} gives every class a share, and loss_func='bce_present' "
                          "takes each of them as there; set mixup_func.label_smoothing to 0.")
 
-# %% ../../nbs/54_engine.build.ipynb #d9c67c80
-def _check_plain(cfg, layout, model):
+# %% ../../nbs/54_engine.build.ipynb #659dee90
+def check_plain(
+    cfg, # Config
+    layout: ParallelLayout,
+    model: nn.Module, # As `build_plain` makes it
+) -> BatchPlan: # ValueError for what training refuses
     "The same for a model that is built already."
     train = cfg.train
     check_model(model, layout)
@@ -256,7 +260,7 @@ def random_mode(
     raise ValueError(f"train.random.mode={mode!r} is unknown; use 'exact', where every layout draws what one process "
                      "draws, or 'per_shard', where every shard draws its own.")
 
-# %% ../../nbs/54_engine.build.ipynb #1170d819
+# %% ../../nbs/54_engine.build.ipynb #750da944
 def build_training(
     cfg, # Config
     layout: ParallelLayout | str = "1", # Layout of the run
@@ -267,7 +271,7 @@ def build_training(
     "Build this rank's part of a run."
     layout, train = ParallelLayout.parse(str(layout)), cfg.train
     model = build_plain(cfg, dtype)
-    plan = _check_plain(cfg, layout, model)
+    plan = check_plain(cfg, layout, model)
     download_once(cfg)
     loader = _build_loader(cfg, plan, mesh)
     with keep_generators():

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['PeakBook']
 
-# %% ../../nbs/59a_engine.peaks.ipynb #f3f9f76e
-from .memory import _stage_memory
+# %% ../../nbs/59a_engine.peaks.ipynb #b4b6580b
+from .memory import stage_memory
 from .rehearsal import held_at_once
 from .work import WorkBook
 from ..mesh.topology import ParallelLayout
@@ -18,7 +18,7 @@ def _telling(kinds):
     for stage, kind in enumerate(kinds): seen.setdefault(kind if 0 < stage < last else stage, stage)
     return list(seen.values())
 
-# %% ../../nbs/59a_engine.peaks.ipynb #392c977f
+# %% ../../nbs/59a_engine.peaks.ipynb #ffa6e02f
 class PeakBook:
     "Bytes of the fullest rank of a config in any layout."
     def __init__(self,
@@ -32,5 +32,5 @@ class PeakBook:
 
     def exact(self, layout: ParallelLayout) -> int:
         "Bytes at the peak, from a rehearsal of this layout."
-        found = [_stage_memory(self.book.cfg, layout, stage) for stage in _telling(self.book.stages(layout))]
+        found = [stage_memory(self.book.cfg, layout, stage) for stage in _telling(self.book.stages(layout))]
         return max(shard["peak"] for shards in found for shard in shards)

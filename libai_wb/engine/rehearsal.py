@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['batch_of', 'stages_that_train', 'Rehearsal', 'held_at_once', 'rehearse']
 
-# %% ../../nbs/58e_engine.rehearsal.ipynb #f20e7bf7
+# %% ../../nbs/58e_engine.rehearsal.ipynb #2382629e
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from ..config.call import instantiate
 from ..data.loaders import fetch_rows
 from ..data.seeding import keep_generators
-from .build import _check_plain, build_optimizer, build_plain, random_mode, scale_iterations
+from .build import check_plain, build_optimizer, build_plain, random_mode, scale_iterations
 from .step import check_trainable, complete_batch, make_objective
 from ..layers.embedding import PatchEmbedding
 from ..mesh.collectives import all_sum, local
@@ -160,7 +160,7 @@ def _messages(model, batch, stage, pp):
     received = _as_buffers(x[stage], any(trains[:stage])) if stage else ()
     return received, _as_buffers(x[stage + 1], any(trains[:stage + 1])) if stage < pp - 1 else ()
 
-# %% ../../nbs/58e_engine.rehearsal.ipynb #6a52c97a
+# %% ../../nbs/58e_engine.rehearsal.ipynb #bfbe0439
 class Rehearsal:
     "One rank's part of a run on the meta device, ready to go through an update."
     def __init__(self,
@@ -171,7 +171,7 @@ class Rehearsal:
         model: nn.Module, # Plain model of the config
     ):
         self.layout, self.coords, self.mesh = layout, layout.coords(rank), mesh
-        self.plan = plan = _check_plain(cfg, layout, model)
+        self.plan = plan = check_plain(cfg, layout, model)
         self.rows = batch_of(cfg, model, plan) # of the replica; `batch` are those of one micro-batch
         self.batch = micro_batches(self.rows, plan.acc)[0]
         self.model = model = _part(cfg, layout, mesh, model)
@@ -287,7 +287,7 @@ def update(self: Rehearsal):
     if grads and self.clip is not None: torch._foreach_mul_(grads, 1.)
     self.optimizer.step()
 
-# %% ../../nbs/58e_engine.rehearsal.ipynb #5642e296
+# %% ../../nbs/58e_engine.rehearsal.ipynb #c7699733
 @contextmanager
 def rehearse(
     cfg, # Config
@@ -296,5 +296,5 @@ def rehearse(
 ) -> Iterator[Rehearsal]: # Lives inside the block
     "Play one rank of a run."
     layout, model = ParallelLayout.parse(str(layout)), build_plain(cfg)
-    _check_plain(cfg, layout, model)
+    check_plain(cfg, layout, model)
     with pretend_rank(layout, rank) as mesh: yield Rehearsal(cfg, layout, rank, mesh, model)

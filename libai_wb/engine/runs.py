@@ -5,8 +5,7 @@
 # %% auto #0
 __all__ = ['Run']
 
-# %% ../../nbs/58b_engine.runs.ipynb #077727dd
-import io
+# %% ../../nbs/58b_engine.runs.ipynb #e8691762
 from pathlib import Path
 
 from fastcore.basics import patch
@@ -17,6 +16,7 @@ from .cells import open_cells
 from .checkpoint import latest, load_weights
 from .control import stop_run, tail_run, wait_run
 from .events import read_metrics
+from .figures import attach_text
 from .prediction import PictureReader, Predictions, classify
 from .summary import check_run, read_summary, run_state, run_text
 from ..mesh.parallelize import parallelize
@@ -85,21 +85,14 @@ def predict(self: Run,
     cfg = self.config
     return classify(self.model(device), images, PictureReader(cfg), topk, cfg.train.test_micro_batch_size)
 
-# %% ../../nbs/58b_engine.runs.ipynb #5acfcc01
+# %% ../../nbs/58b_engine.runs.ipynb #42a0c113
 @patch
 def plot(self: Run): # A matplotlib Figure, which a notebook shows as a picture
-    "Loss and learning rate over the updates."
+    "Loss and learning rate over the updates, and ten of them as text."
     from matplotlib.figure import Figure
     table, fig = self.metrics, Figure(figsize=(9, 3), layout="constrained")
-    for ax, column in zip(fig.subplots(1, 2), ("loss", "lr")):
+    for ax, (column, label) in zip(fig.subplots(1, 2), dict(loss="loss", lr="learning rate").items()):
         ax.plot(table["step"], table.get(column, table["step"] * float("nan")))
-        ax.set(xlabel="update", ylabel=column, title=f"{self.path.name}: {column}")
-    fig._repr_png_ = lambda: _png(fig)
-    return fig
-
-# %% ../../nbs/58b_engine.runs.ipynb #6db93511
-def _png(fig):
-    "A figure as PNG bytes."
-    data = io.BytesIO()
-    fig.savefig(data, format="png")
-    return data.getvalue()
+        ax.set(xlabel="optimizer update (count)", ylabel=label, title=f"{self.path.name}: {label}")
+    few = table[table.columns.intersection(["step", "loss", "lr"])].iloc[::max(1, len(table) // 10)]
+    return attach_text(fig, f"{self!r}\n{few.to_string(index=False)}")

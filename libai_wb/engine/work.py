@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Op', 'read_op', 'Work', 'OpCounter', 'Held', 'StepWork', 'count_step', 'stretch_work', 'unit_kinds', 'WorkBook']
 
-# %% ../../nbs/58g_engine.work.ipynb #b29d9f09
+# %% ../../nbs/58g_engine.work.ipynb #50b14158
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import NamedTuple
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
-from .build import _check_plain, build_plain
+from .build import check_plain, build_plain
 from .memory import LiveBytes, _standing, kinds_of
 from .rehearsal import batch_of, rehearse
 from ..mesh.links import Collective, is_sharded, read_collective
@@ -221,7 +221,7 @@ def unit_kinds(
         x = unit.call(x[0] if len(x) == 1 else x, batch["ids"], batch["step"])
     return kinds
 
-# %% ../../nbs/58g_engine.work.ipynb #974fd4df
+# %% ../../nbs/58g_engine.work.ipynb #b604f75a
 class WorkBook:
     "The work of a config in any layout."
     def __init__(self,
@@ -230,7 +230,7 @@ class WorkBook:
 
     def plan(self, layout: ParallelLayout) -> BatchPlan:
         "The sums of the batch; refuses what training refuses."
-        return _check_plain(self.cfg, layout, self.model)
+        return check_plain(self.cfg, layout, self.model)
 
     def stages(self, layout: ParallelLayout) -> list[tuple[str, ...]]:
         "What the stages do: the kinds of their units, the ends marked."

@@ -6,7 +6,7 @@
 __all__ = ['takes_names', 'whole_model', 'units_here', 'StageModule', 'inputs_of', 'micro_batches', 'Accumulate', 'boundaries',
            'stage_of', 'Pipeline']
 
-# %% ../../nbs/16_mesh.pipeline.ipynb #bd560a06
+# %% ../../nbs/16_mesh.pipeline.ipynb #4b7bf047
 import inspect
 from typing import Callable
 
@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from .collectives import all_parts
 from .launch import make_mesh
 from .parallelize import StageCut, _toy, parallelize
@@ -144,8 +143,8 @@ def stage_of(
     "Which pipeline stage this rank runs."
     return (0, 1) if mesh is None else (mesh.get_local_rank("pp"), mesh["pp"].size())
 
-# %% ../../nbs/16_mesh.pipeline.ipynb #827d80ad
-_SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
+# %% ../../nbs/16_mesh.pipeline.ipynb #88f45191
+_SCHEDULES = {"1f1b": "Schedule1F1B", "gpipe": "ScheduleGPipe"} # classes of torch.distributed.pipelining
 
 # %% ../../nbs/16_mesh.pipeline.ipynb #4ad9bc13
 def _as_grad(tensors, needed=True):
@@ -169,7 +168,7 @@ def _check_static(batch, rows, before):
                          "static, so fill the batch with rows of weight 0.")
     return rows
 
-# %% ../../nbs/16_mesh.pipeline.ipynb #9d2a4b71
+# %% ../../nbs/16_mesh.pipeline.ipynb #6f61d866
 class Pipeline:
     "Micro-batches over the stages of the `pp` axis."
     def __init__(self,
@@ -183,19 +182,18 @@ class Pipeline:
         self.group, self.device = mesh.get_group("pp"), torch.device(mesh.device_type)
         self.is_last = self.index == self.count - 1
 
-    def boundaries(self, batch):
-        "What each stage receives in the mode that the model is in."
-        return boundaries(self.stage.model.stage_cut, batch, self.stage.model.training)
+    def boundaries(self, batch): return boundaries(self.stage.model.stage_cut, batch, self.stage.model.training)
 
     def build(self, micro):
         "Fix the shapes of the schedule; they are static from here on."
+        from torch.distributed import pipelining # it imports torch's compiler, which nobody else waits for
         x, trains = self.boundaries(micro), _trains(self.stage.model, self.group, self.device)
         rows = x[0][0].new_empty(len(x[0][0]), dtype=x[-1][0].dtype)
         outputs = _as_grad([rows] if self.is_last else x[self.index + 1], any(trains[:self.index + 1]))
         inputs = _as_grad(x[self.index], any(trains[:self.index])) if self.index else x[0]
-        stage = PipelineStage(self.stage, self.index, self.count, self.device, group=self.group,
-                              input_args=inputs, output_args=outputs)
-        return self.kind(stage, self.acc, loss_fn=lambda out, _: out.sum(), scale_grads=False)
+        stage = pipelining.PipelineStage(self.stage, self.index, self.count, self.device, group=self.group,
+                                         input_args=inputs, output_args=outputs)
+        return getattr(pipelining, self.kind)(stage, self.acc, loss_fn=lambda out, _: out.sum(), scale_grads=False)
 
     def __call__(self, batch: dict[str, Tensor], before_last: Callable[[], None] = lambda: None) -> Tensor:
         "Forward and backward over all stages; the sum of the objective on the last stage, else 0."

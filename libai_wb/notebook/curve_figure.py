@@ -5,14 +5,15 @@
 # %% auto #0
 __all__ = ['View', 'axes_of', 'Line', 'lines_of', 'draw_curves', 'leaving']
 
-# %% ../../nbs/72a_notebook.curve_figure.ipynb #01bfacbd
+# %% ../../nbs/72a_notebook.curve_figure.ipynb #d2cfebd1
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from ..align.curve_set import CurveSet
 from ..align.curves import band_at, smooth, thin
-from .plots import _limits, _mark_ends, _styles, attach_text
+from ..engine.figures import attach_text
+from .plots import _limits, _mark_ends, _styles
 
 # %% ../../nbs/72a_notebook.curve_figure.ipynb #5a20b01e
 @dataclass(frozen=True)

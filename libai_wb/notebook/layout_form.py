@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['LayoutForm']
 
-# %% ../../nbs/77a_notebook.layout_form.ipynb #2d94346e
+# %% ../../nbs/77a_notebook.layout_form.ipynb #4fdc1fa3
 import copy
 from dataclasses import fields, replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from ..compat import port_config
 from ..config.call import as_config
 from ..config.checks import defrost, override_strict
 from ..config.lazy import portable, try_get_key
-from ..engine.build import _check_plain, build_plain, check_labels_of, check_model, load_recipe, random_mode
+from ..engine.build import check_plain, build_plain, check_labels_of, check_model, load_recipe, random_mode
 from ..engine.build import recipe_names, remarks
 from ..engine.setup import choose_layout, open_config
 from ..mesh.launch import pick_device
@@ -178,7 +178,7 @@ def _has(cfg, key):
     absent = object()
     return try_get_key(cfg, key, default=absent) is not absent
 
-# %% ../../nbs/77a_notebook.layout_form.ipynb #f27a054c
+# %% ../../nbs/77a_notebook.layout_form.ipynb #5e9cc31a
 @patch
 def check_model(self: LayoutForm, said, model, numbers):
     "Hold layout and batch against the model."
@@ -193,7 +193,7 @@ def check_model(self: LayoutForm, said, model, numbers):
     said.attempt("random", random_mode, cfg)
     batch = train.global_batch_size, train.train_micro_batch_size, layout.acc or train.num_accumulation_steps
     said.plan = said.attempt(_blamed(layout, *batch), plan_batch, layout, *batch)
-    if not said.messages: said.attempt("layout", _check_plain, cfg, layout, model)
+    if not said.messages: said.attempt("layout", check_plain, cfg, layout, model)
     if self.unread: said.notes["settings"] = " ".join(self.unread)
 
 def _blamed(layout, batch, micro, acc):

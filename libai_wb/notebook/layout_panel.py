@@ -5,15 +5,14 @@
 # %% auto #0
 __all__ = ['shown_value', 'options_of', 'control_of', 'LayoutPanel']
 
-# %% ../../nbs/77d_notebook.layout_panel.ipynb #a539d3e0
+# %% ../../nbs/77d_notebook.layout_panel.ipynb #8ab5d8ca
 import html
 from functools import partial
 
 from fastcore.basics import patch
 from ..config.checks import diff
 from .layout_commands import COMMANDS, command_text, config_file, refusal
-from .layout_estimates import as_svg, cost_lines, draw_memory, memory_bars
-from .layout_estimates import memory_limit, memory_lines
+from .layout_estimates import as_svg, cost_lines, draw_memory, memory_limit, memory_lines
 from .layout_fields import Field, sentence
 from .layout_form import LayoutForm
 from .plots import draw_mesh, mesh_text
@@ -189,7 +188,7 @@ def draw_control(self: LayoutPanel, name, control):
     note = f"Not on this machine: {said.here}" if name == "device" and said.here else said.notes.get(name)
     self.said[name].value = _refused(said.messages.get(name)) or _note(note)
 
-# %% ../../nbs/77d_notebook.layout_panel.ipynb #b597556c
+# %% ../../nbs/77d_notebook.layout_panel.ipynb #d1e653db
 _MANY = 128 # ranks that fit into a picture
 
 @patch
@@ -204,8 +203,10 @@ def draw_mesh(self: LayoutPanel):
     key = said.layout, None if bad else said.facts, None if bad or custom is None else list(custom), self.form.devices()
     if key == self.drawn: return
     self.drawn, text = key, mesh_text(*key[:3])
-    picture = as_svg(draw_mesh(*key[:2], custom=key[2], devices=key[3], across=4), f"mesh{id(self)}", text)
-    self.parts["mesh"].value = picture if said.layout.world <= _MANY else _pre(text)
+    if said.layout.world > _MANY: self.parts["mesh"].value = _pre(text)
+    else:
+        fig = draw_mesh(*key[:2], custom=key[2], devices=key[3], across=4)
+        self.parts["mesh"].value = as_svg(fig, f"mesh{id(self)}", text)
 
 @patch
 def draw_facts(self: LayoutPanel):
@@ -225,9 +226,9 @@ def draw_memory(self: LayoutPanel):
     elif found is None: self.parts["memory"].value = '<span role="status">calculating…</span>'
     elif found.memory is None: self.parts["memory"].value = _note(" ".join(found.problems))
     else:
-        bars, limit = memory_bars(found.memory.ranks), memory_limit(self.form)
-        text = "\n".join(memory_lines(bars, limit))
-        self.parts["memory"].value = as_svg(draw_memory(bars, limit), f"memory{id(self)}", text) + _pre(text)
+        limit = memory_limit(self.form)
+        text = "\n".join(memory_lines(found.memory, limit))
+        self.parts["memory"].value = as_svg(draw_memory(found.memory, limit), f"memory{id(self)}", text) + _pre(text)
 
 # %% ../../nbs/77d_notebook.layout_panel.ipynb #ce113885
 @patch

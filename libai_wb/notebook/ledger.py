@@ -5,18 +5,19 @@
 # %% auto #0
 __all__ = ['Ledger', 'hold', 'check_folder', 'plan_points']
 
-# %% ../../nbs/75c_notebook.ledger.ipynb #cef9d9a3
+# %% ../../nbs/75c_notebook.ledger.ipynb #bf6c5ff8
 import json
 import os
 import platform
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from fastcore.basics import patch
+from ..engine.events import write_whole
 from ..mesh.processes import birth, is_alive
 from .grid import Experiment
 
-# %% ../../nbs/75c_notebook.ledger.ipynb #28a819ae
+# %% ../../nbs/75c_notebook.ledger.ipynb #a3be662c
 class Ledger:
     "What is known of the points of a folder."
     def __init__(self,
@@ -39,16 +40,11 @@ class Ledger:
 
     def save(self):
         "Write the ledger in one go."
-        part = self.path.with_suffix(f".{os.getpid()}.part")
         known = dict(notebook=self.notebook, process=self.process, points=self.points)
-        try:
-            part.write_text(json.dumps(known, indent=1) + "\n")
-            os.replace(part, self.path)
+        try: write_whole(self.path, json.dumps(known, indent=1) + "\n")
         except OSError as e:
             raise OSError(f"{self.path} cannot be written ({e.strerror}); make room, or choose another "
                           "folder.") from None
-        finally:
-            with suppress(OSError): part.unlink(missing_ok=True)
 
     def note(self, name: str, **fields):
         "Change what is known of a point."

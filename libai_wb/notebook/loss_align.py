@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['LossAlign']
 
-# %% ../../nbs/74_notebook.loss_align.ipynb #9671c90f
+# %% ../../nbs/74_notebook.loss_align.ipynb #df04b280
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +15,7 @@ from ..align.curve_set import CurveSet
 from ..engine.summary import GOING, run_state
 from .curve_figure import View, axes_of, draw_curves
 from .loss_panel import Panel
+from .shown import show_instead
 
 # %% ../../nbs/74_notebook.loss_align.ipynb #f7bb9a98
 class LossAlign:
@@ -91,24 +92,13 @@ def start_following(self: LossAlign):
             self.refresh()
     if self.every and self.going(): threading.Thread(target=follow, name="loss-align", daemon=True).start()
 
-# %% ../../nbs/74_notebook.loss_align.ipynb #c5a0fbd4
+# %% ../../nbs/74_notebook.loss_align.ipynb #07a3ca68
 @patch
 def _repr_mimebundle_(self: LossAlign, include=None, exclude=None):
     "Controls, picture and table."
     bundle = self.figure()._repr_mimebundle_()
     try: self.panel = self.panel or Panel(self)
     except ImportError: return bundle # no ipywidgets
-    _replace(self)
+    show_instead(self) # a cell that is run again shows a new comparison
     self.start_following()
     return bundle | {"application/vnd.jupyter.widget-view+json": self.panel.box.get_view_spec()}
-
-# %% ../../nbs/74_notebook.loss_align.ipynb #da7eb599
-_SHOWN = {} # id of a cell: the comparison that it shows
-
-def _replace(align):
-    "Close what this cell has shown before."
-    try: cell = get_ipython().get_parent()["metadata"].get("cellId") # noqa: F821
-    except (NameError, AttributeError, KeyError): return
-    old = _SHOWN.get(cell)
-    if old is not None and old is not align: old.close()
-    if cell: _SHOWN[cell] = align

@@ -5,8 +5,7 @@
 # %% auto #0
 __all__ = ['ParallelConfigWidget']
 
-# %% ../../nbs/78_notebook.parallel_config.ipynb #4f4f347d
-import base64
+# %% ../../nbs/78_notebook.parallel_config.ipynb #87392fdf
 import copy
 import html
 import threading
@@ -18,18 +17,19 @@ from ..config.checks import diff
 from ..config.lazy import LazyConfig
 from ..engine.cells import cell_sources
 from ..engine.default import train
+from ..engine.figures import kept_bundle
 from ..engine.runs import Run
 from ..engine.summary import GOING, newest
+from ..mesh.processes import start_server
 from ..mesh.topology import ParallelLayout
 from .layout_commands import command_text, refusal
-from .layout_estimates import Estimator, cost_lines, draw_memory, memory_bars
-from .layout_estimates import memory_limit, memory_lines, stacked_png
+from .layout_estimates import Estimator, cost_lines, draw_memory, memory_limit, memory_lines
 from .layout_form import LayoutForm
 from .layout_panel import LayoutPanel
-from .loss_align import _replace
 from .plots import draw_mesh, mesh_text
+from .shown import running_cell, show_instead
 
-# %% ../../nbs/78_notebook.parallel_config.ipynb #164468f1
+# %% ../../nbs/78_notebook.parallel_config.ipynb #6fbfa5f3
 class ParallelConfigWidget:
     "A form for a run: choose, see what follows, start."
     def __init__(self,
@@ -37,6 +37,7 @@ class ParallelConfigWidget:
         layout: str | ParallelLayout | None = None, # Layout to begin with, by default the config's
         device: str | None = None, # "cpu", "cuda", or `None` to choose
     ):
+        start_server() # for the first estimate
         self.form, self.lock = LayoutForm(cfg, layout, device), threading.RLock()
         self.estimates, self.panel, self.run, self.closed = None, None, None, threading.Event()
         self.estimator = Estimator(self.estimated)
@@ -164,7 +165,7 @@ def command(self: ParallelConfigWidget,
     "A command that starts the run elsewhere."
     return command_text(self.form, kind)
 
-# %% ../../nbs/78_notebook.parallel_config.ipynb #5d200cc6
+# %% ../../nbs/78_notebook.parallel_config.ipynb #77307766
 @patch
 def figures(self: ParallelConfigWidget) -> list: # matplotlib Figures
     "The mesh, and the memory if it is known."
@@ -174,7 +175,7 @@ def figures(self: ParallelConfigWidget) -> list: # matplotlib Figures
     if not bad and said.cfg is not None: custom = said.cfg.train.dist.custom_pipeline_stage_id
     figs = [draw_mesh(said.layout, None if bad else said.facts, custom=custom, devices=form.devices())]
     if self.estimates is None or self.estimates.memory is None: return figs
-    return [*figs, draw_memory(memory_bars(self.estimates.memory.ranks), memory_limit(form))]
+    return [*figs, draw_memory(self.estimates.memory, memory_limit(form))]
 
 @patch
 def text(self: ParallelConfigWidget) -> str: # Several lines
@@ -184,27 +185,27 @@ def text(self: ParallelConfigWidget) -> str: # Several lines
     if said.here: lines.append(f"not on this machine: {said.here}")
     if said.layout is not None: lines.append(mesh_text(said.layout, None if said.messages else said.facts))
     if said.plan: lines += [str(said.plan), *cost_lines(said.layout, said.plan, known and known.cost)]
-    if known and known.memory: lines += ["memory:", *memory_lines(memory_bars(known.memory.ranks), memory_limit(form))]
+    if known and known.memory: lines += ["memory:", *memory_lines(known.memory, memory_limit(form))]
     lines += known.problems if known else ()
+    if known is None and not said.messages: lines.append("memory: not known yet; show this again in a few seconds")
     if said.cfg is not None: lines += ["changes to the recipe:", repr(diff(form.base, said.cfg))]
     if not said.messages: lines += ["command:", self.command()]
     return "\n".join(lines)
 
-# %% ../../nbs/78_notebook.parallel_config.ipynb #39d6b6af
+# %% ../../nbs/78_notebook.parallel_config.ipynb #836457be
 @patch
 def _repr_mimebundle_(self: ParallelConfigWidget, include=None, exclude=None):
     "Controls, picture and text."
-    bundle, panel = {}, None
+    panel = None
     with self.lock:
         try: self.panel = panel = self.panel or LayoutPanel(self)
         except ImportError: pass # no ipywidgets
         self.renew()
-    if panel: _replace(self) # what this cell has shown before
-    self.estimator.idle.wait(20)
+    if panel: show_instead(self)
+    self.estimator.idle.wait(.5 if running_cell() else 20) # somebody in front sees the form at once
     with self.lock:
-        if figs := self.figures(): bundle["image/png"] = base64.b64encode(stacked_png(*figs)).decode()
-        bundle["text/plain"] = self.text()
-    return bundle | (panel.box._repr_mimebundle_() if panel else {}) | {"text/plain": bundle["text/plain"]}
+        bundle = kept_bundle(self.text(), *self.figures())
+    return (panel.box._repr_mimebundle_() if panel else {}) | bundle
 
 @patch
 def close(self: ParallelConfigWidget):

@@ -50,7 +50,7 @@ def _leave_with(owner):
     while os.getppid() == owner: time.sleep(1)
     os._exit(1)
 
-# %% ../../nbs/75b_notebook.point.ipynb #68fb9d31
+# %% ../../nbs/75b_notebook.point.ipynb #d03b6513
 def execute_point(
     task: str, # A `Task` and the process that wants it, as JSON
 ):
@@ -59,6 +59,7 @@ def execute_point(
     die_with_parent()
     if os.getppid() != owner: return # it has ended already
     threading.Thread(target=_leave_with, args=[owner], daemon=True).start()
+    sys.modules.setdefault("rfc3987_syntax", None) # jsonschema would take a second for it, unused
     from papermill import execute_notebook
     from papermill.exceptions import PapermillExecutionError
     task, escaped = Task(*task), lambda path: path.replace("{", "{{").replace("}", "}}") # papermill formats paths

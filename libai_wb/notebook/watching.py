@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['head_html', 'numbers_html', 'ranks_html', 'curve_svg', 'Dashboard', 'parts_of', 'StatusPanel', 'watch']
 
-# %% ../../nbs/75_notebook.watching.ipynb #b7fd42f0
+# %% ../../nbs/75_notebook.watching.ipynb #5d5ca695
 import html
 import threading
 import time
@@ -17,7 +17,7 @@ from ..align.curves import thin
 from ..engine.control import stop_run
 from ..engine.status import RunReader, RunStatus
 from ..engine.status_text import headline, number_facts, number_text, progress_text, rank_rows, status_lines
-from .loss_align import _replace
+from .shown import show_instead
 
 # %% ../../nbs/75_notebook.watching.ipynb #57d1cf54
 _SIGNS = dict(starting="…", running="▶", finished="✔", stopped="■", interrupted="■", killed="✖", failed="✖")
@@ -128,13 +128,13 @@ def parts_of(
     "The parts of a dashboard."
     return dict(head=head_html(status), numbers=numbers_html(status), curve=curve_svg(status), ranks=ranks_html(status))
 
-# %% ../../nbs/75_notebook.watching.ipynb #72c88118
+# %% ../../nbs/75_notebook.watching.ipynb #96637e61
 @patch
 def _repr_mimebundle_(self: Dashboard, include=None, exclude=None):
     "HTML and text; while the run goes on widgets too, where there are any."
     status = self.status()
     bundle = {"text/plain": "\n".join(status_lines(status)), "text/html": self.html(status)}
-    _replace(self)
+    show_instead(self)
     if status.over: return bundle # nothing moves, and HTML is shown everywhere
     try: self.panel = self.panel or StatusPanel(self)
     except ImportError: return bundle # no ipywidgets
@@ -163,7 +163,7 @@ def follow(self: Dashboard):
             self.panel.say(f"{type(e).__name__}: {e}")
             over = not self.reader.folder.exists()
 
-# %% ../../nbs/75_notebook.watching.ipynb #5f81dcee
+# %% ../../nbs/75_notebook.watching.ipynb #60257602
 class StatusPanel:
     "Widgets of a dashboard."
     def __init__(self,
@@ -187,6 +187,7 @@ class StatusPanel:
             if status.over: self.ask(None)
             away = f"it runs on {status.host}: stop it there" if not status.here and not status.over else ""
             self.button.tooltip = away or f"end the run, as libai-wb stop {status.folder} does"
+            _hear_at_once(self.button)
 
     def say(self, text: str):
         "A sentence beside the button."
@@ -198,7 +199,11 @@ class StatusPanel:
         models = [getattr(w, name, None) for w in inner for name in ("layout", "style")]
         for widget in [*inner, *models]: getattr(widget, "close", lambda: None)()
 
-# %% ../../nbs/75_notebook.watching.ipynb #aea07de9
+# %% ../../nbs/75_notebook.watching.ipynb #3e6c0f2f
+def _hear_at_once(widget):
+    "Let the page choose the thread that hears a widget; ipykernel 7.4 takes the last that spoke, which may compute."
+    if widget.comm is not None: vars(widget.comm).pop("_reply_subshell_id", None)
+
 @patch
 def press(self: StatusPanel, button=None):
     "Ask, or end the run."
