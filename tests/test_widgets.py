@@ -9,7 +9,6 @@ from kernels import nothing_left  # noqa: F401
 from lab import ROOT, browser, in_browser, opened  # noqa: F401
 
 pytestmark = in_browser
-COMPARE = ROOT/"experiments"/"compare_runs.ipynb"
 SETUP = """import numpy as np
 from libai_wb.notebook import LossAlign
 n = np.arange(2000)
@@ -69,13 +68,15 @@ def test_somebody_compares_two_runs(tmp_path, browser):  # noqa: F811
 
 
 @pytest.mark.full
-def test_the_experiment_from_top_to_bottom(tmp_path, browser):  # noqa: F811
-    with opened(tmp_path, browser, source=COMPARE) as (lab, page):
-        last = len(page.cells()) - 1
+@pytest.mark.parametrize("name", ["compare_runs", "parallel_config", "quickstart", "swin"])
+def test_an_experiment_from_top_to_bottom(name, tmp_path, browser):  # noqa: F811
+    "Run All, as somebody would; no cell fails, and what is shown stands still at the end."
+    with opened(tmp_path, browser, source=ROOT/"experiments"/f"{name}.ipynb") as (lab, page):
+        last = max(i for i, cell in enumerate(page.cells()) if cell["cell_type"] == "code")
         page.menu("Run", "Run All Cells")
-        page.until(lambda: page.cells()[last].get("execution_count") and page.status() == "idle", "the end", 200)
+        page.until(lambda: page.cells()[last].get("execution_count") and page.status() == "idle", "the end", 220)
         assert not [out for cell in page.cells() for out in cell.get("outputs", []) if out["output_type"] == "error"]
-        page.shoot_all("compare-runs")
+        page.shoot_all(name)
 
 
 MANY = """import time

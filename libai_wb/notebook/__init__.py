@@ -3,7 +3,7 @@ import importlib
 
 # Imported when first used: a rank needs none of it, and a figure needs no kernel.
 _PUBLIC = {"Pool": "workers", "RankResult": "results", "DistributedError": "results", "plot_curves": "plots",
-           "curves_table": "plots", "draw_mesh": "plots", "show_samples": "plots", "LossAlign": "loss_align",
+           "curves_table": "plots", "draw_mesh": "mesh_figure", "show_samples": "plots", "LossAlign": "loss_align",
            "sweep": "sweeping", "Sweep": "sweeping", "watch": "watching",
            "ParallelConfigWidget": "parallel_config"}
 

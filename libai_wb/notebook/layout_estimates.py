@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['cost_lines', 'Estimates', 'rehearse_apart', 'Estimator', 'memory_limit', 'memory_lines', 'draw_memory', 'as_svg']
 
-# %% ../../nbs/77c_notebook.layout_estimates.ipynb #ebd87a24
+# %% ../../nbs/77c_notebook.layout_estimates.ipynb #a588559d
 import html
 import io
 import re
@@ -25,7 +25,7 @@ from ..mesh.room import free_memory
 from ..mesh.topology import BatchPlan, ParallelLayout
 from .layout_fields import sentence
 from .layout_form import LayoutForm
-from .plots import _PALETTE
+from .plots import PALETTE
 
 # %% ../../nbs/77c_notebook.layout_estimates.ipynb #515440ad
 def cost_lines(
@@ -125,7 +125,7 @@ def memory_lines(
     within = f"within the limit of {in_bytes(limit)} for each rank"
     return [*memory.lines(), within if memory.fits(limit) else over]
 
-# %% ../../nbs/77c_notebook.layout_estimates.ipynb #720de95d
+# %% ../../nbs/77c_notebook.layout_estimates.ipynb #fa4ac4de
 _HATCHES = ("", "///", "...", "\\\\\\") # told apart without colours too
 _MOST = 16 # bars that can be told apart
 
@@ -138,7 +138,7 @@ def draw_memory(
     bars, left = alike(memory.ranks)[:_MOST], 0.
     fig = Figure(figsize=(5.6, 1.25 + .32 * len(bars)), layout="constrained")
     ax = fig.subplots()
-    for colour, part, hatch in zip(_PALETTE, PARTS, _HATCHES):
+    for colour, part, hatch in zip(PALETTE, PARTS, _HATCHES):
         sizes = np.array([getattr(same[0], part) for same in bars], float)
         ax.barh(range(len(bars)), sizes, left=left, color=colour, hatch=hatch, ec="white", lw=.5, label=part)
         left = left + sizes

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['shown_value', 'options_of', 'control_of', 'LayoutPanel']
 
-# %% ../../nbs/77d_notebook.layout_panel.ipynb #8ab5d8ca
+# %% ../../nbs/77d_notebook.layout_panel.ipynb #921fb0a7
 import html
 from functools import partial
 
@@ -15,7 +15,7 @@ from .layout_commands import COMMANDS, command_text, config_file, refusal
 from .layout_estimates import as_svg, cost_lines, draw_memory, memory_limit, memory_lines
 from .layout_fields import Field, sentence
 from .layout_form import LayoutForm
-from .plots import draw_mesh, mesh_text
+from .mesh_figure import draw_mesh, mesh_text
 
 # %% ../../nbs/77d_notebook.layout_panel.ipynb #f53143d5
 def _empty(value): return "" if value is None else str(value)

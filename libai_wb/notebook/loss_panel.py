@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['ImagePicture', 'PlotlyPicture', 'controls_of', 'Panel']
 
-# %% ../../nbs/73_notebook.loss_panel.ipynb #21667ab4
+# %% ../../nbs/73_notebook.loss_panel.ipynb #0498e2f5
 import html
 import io
 from dataclasses import replace
@@ -14,7 +14,7 @@ import numpy as np
 from fastcore.basics import patch
 from ..align.curves import band_at
 from .curve_figure import _UNITS, Line, View, axes_of, draw_curves, leaving, lines_of
-from .plots import _PALETTE, _limits
+from .plots import PALETTE, _limits
 
 # %% ../../nbs/73_notebook.loss_panel.ipynb #70fedc13
 class ImagePicture:
@@ -30,7 +30,7 @@ class ImagePicture:
         draw_curves(self.align.curves, self.align.view).savefig(data, format="png", dpi=110)
         self.widget.value = data.getvalue()
 
-# %% ../../nbs/73_notebook.loss_panel.ipynb #7163abb3
+# %% ../../nbs/73_notebook.loss_panel.ipynb #ccd37ca2
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 
 class PlotlyPicture:
@@ -43,7 +43,7 @@ class PlotlyPicture:
         self.widget = make_subplots(2, shared_xaxes=True, row_heights=[.62, .38], vertical_spacing=.04)
         for row in (1, 2):
             for i, name in enumerate(self.names):
-                line = dict(color=_PALETTE[i % 6], dash=_DASHES[i % 5], width=1.6)
+                line = dict(color=PALETTE[i % 6], dash=_DASHES[i % 5], width=1.6)
                 self.widget.add_scatter(row=row, col=1, name=name, legendgroup=name, showlegend=row == 1, line=line,
                                         mode="lines", hovertemplate=_HOVER)
         self.widget.add_scatter(row=2, col=1, name="noise band", fill="tozeroy", mode="lines", hoverinfo="skip",
@@ -90,7 +90,7 @@ def clicked(self: PlotlyPicture, trace, points, state):
     "Show what happened at the point."
     if points.point_inds: self.align.select(int(trace.customdata[points.point_inds[0]][0]))
 
-# %% ../../nbs/73_notebook.loss_panel.ipynb #771a859e
+# %% ../../nbs/73_notebook.loss_panel.ipynb #8d76f8ba
 @patch
 def zoom(self: PlotlyPicture, seen):
     "Show the points of a range, or of the whole run again."
@@ -125,7 +125,7 @@ def fill(self: PlotlyPicture, i, line, heights):
 def look(self: PlotlyPicture, i, reference):
     "The reference is a wide grey line."
     line = dict(color="#a0a0a0", dash="solid", width=5) if reference else \
-        dict(color=_PALETTE[i % 6], dash=_DASHES[i % 5], width=1.6)
+        dict(color=PALETTE[i % 6], dash=_DASHES[i % 5], width=1.6)
     self.widget.data[i].line.update(line)
 
 # %% ../../nbs/73_notebook.loss_panel.ipynb #36bde8e8

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['ParallelConfigWidget']
 
-# %% ../../nbs/78_notebook.parallel_config.ipynb #87392fdf
+# %% ../../nbs/78_notebook.parallel_config.ipynb #99f9bbb6
 import copy
 import html
 import threading
@@ -26,7 +26,7 @@ from .layout_commands import command_text, refusal
 from .layout_estimates import Estimator, cost_lines, draw_memory, memory_limit, memory_lines
 from .layout_form import LayoutForm
 from .layout_panel import LayoutPanel
-from .plots import draw_mesh, mesh_text
+from .mesh_figure import draw_mesh, mesh_text
 from .shown import running_cell, show_instead
 
 # %% ../../nbs/78_notebook.parallel_config.ipynb #6fbfa5f3
