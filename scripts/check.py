@@ -1,7 +1,8 @@
 """All that CI runs, in order; each step has a time limit and prints its seconds.
 
 `python scripts/check.py` runs every step, `python scripts/check.py export notebooks` those two,
-`--full` adds the tests marked `full` and writes reports/test-full.json; `again` runs what failed there, or was not reached.
+`--full` adds the tests marked `full` and writes reports/test-full.json; `again` runs what failed there, was not reached
+or is new.
 """
 import argparse
 import hashlib
@@ -118,20 +119,26 @@ def tests(full=False):
     pytest("-m", "full or not full", limit=14400, then=lambda xml: write_report(xml, ROOT/REPORT, collected()))
 
 
-def collected():
+def collected(marks="full or not full"):
     "The name that a report has for each test."
-    cmd = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "full or not full"]
+    cmd = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", marks]
     said = subprocess.run(cmd, cwd=ROOT, capture_output=True, text=True, timeout=300).stdout
     ids = [line.split("::", 1) for line in said.splitlines() if ".py::" in line]
     return [f"{path.removesuffix('.py').replace('/', '.')}::{test}" for path, test in ids]
 
 
 def again():
-    "Run the tests that the report has as failed or as missing, and put what comes of it in their place."
-    report = json.loads((ROOT/REPORT).read_text())
-    names = [r["test"] for r in report["tests"] if r["outcome"] == "failed"] + report.get("missing", [])
+    "Run the tests that the report has as failed or as missing, and full ones that came later; put what comes of it in."
+    names = left_to_run(json.loads((ROOT/REPORT).read_text()), collected("full"))
     ids = [f"{path.replace('.', '/')}.py::{test}" for path, test in (name.split("::", 1) for name in names)]
     if ids: pytest("-m", "full or not full", *ids, limit=14400, then=lambda xml: mend_report(xml, ROOT/REPORT))
+
+
+def left_to_run(report, full):
+    "Names of the tests that failed, were not reached, or are not known to a report."
+    known = {row["test"]: row["outcome"] for row in report["tests"]}
+    missing = report.get("missing", [])
+    return [*(n for n, word in known.items() if word == "failed"), *missing, *(n for n in full if n not in {*known, *missing})]
 
 
 def pytest(*args, limit=2400, then=None):
@@ -188,21 +195,30 @@ def write_report(xml, path, names=()):
 
 
 def mend_report(xml, path):
-    "Put the results of a second run, each with its own date and commit, into a report."
+    "Put the results of a second run, each with its own date and commit, into a report; `later` counts tests new to it."
     report, cases = json.loads(path.read_text()), list(ET.parse(xml).iter("testcase"))
     rows, old, second = {row["test"]: row for row in rows_of(cases)}, {r["test"]: r for r in report["tests"]}, now()
     for case in cases:
         name, word = name_of(case), outcome(case)
-        if name in old: report["totals"][old[name]["outcome"]] -= 1
-        elif name not in report.get("missing", []): continue
-        report["totals"][word] += 1
-        if name in old or name in rows: old[name] = rows.get(name, dict(test=name, outcome=word)) | dict(again=second)
-    done = {name_of(c) for c in cases}
-    report["tests"] = sorted(old.values(), key=lambda row: row["test"])
-    report["missing"] = [name for name in report.pop("missing", []) if name not in done]
-    if not report["missing"]: del report["missing"]
+        before, missing = old.get(name), name in report.get("missing", [])
+        later = before["later"] if before and "later" in before else not before and not missing
+        if not later:
+            if before: report["totals"][before["outcome"]] -= 1
+            report["totals"][word] += 1
+        if before or later or name in rows:
+            old[name] = rows.get(name, dict(test=name, outcome=word)) | dict(again=second) | (dict(later=True) if later else {})
+    finish_report(report, old, {name_of(c) for c in cases})
     path.write_text(json.dumps(report, indent=1) + "\n")
     print("report:", path.name, flush=True)
+
+
+def finish_report(report, rows, done):
+    "Its rows in order, what is still missing, and the counts of later tests."
+    report["tests"] = sorted(rows.values(), key=lambda row: row["test"])
+    missing = [name for name in report.pop("missing", []) if name not in done]
+    later = [row["outcome"] for row in rows.values() if row.get("later")]
+    if missing: report["missing"] = missing
+    if later: report["later"] = {word: later.count(word) for word in ("passed", "failed", "skipped")}
 
 
 def smoke():

@@ -171,3 +171,11 @@ def test_check_goes_on_where_a_full_run_was_stopped(check, tmp_path, monkeypatch
     found = check.json.loads(report.read_text())
     assert "missing" not in found and found["totals"] == dict(passed=3, failed=0, skipped=0)
     assert [row["test"] for row in found["tests"]] == ["t::a", "t::b", "t::c"]
+    assert check.left_to_run(found, ["t::a", "t::d"]) == ["t::d"]
+    fails = whole("d").replace("</properties>", "</properties><failure/>")
+    for xml_text, counts in ((fails, dict(passed=0, failed=1, skipped=0)), (whole("d"), dict(passed=1, failed=0, skipped=0))):
+        xml.write_text(xml_text)
+        check.mend_report(xml, report)
+        found = check.json.loads(report.read_text())
+        assert found["later"] == counts and found["totals"] == dict(passed=3, failed=0, skipped=0)
+    assert [row.get("later", False) for row in found["tests"]] == [False] * 3 + [True]
