@@ -36,6 +36,9 @@ MISTAKES = [  # values, the fields that are blamed, what is said
     (dict(devices=4, dp=2), ["devices"], "2 ranks and 4 are running"),
     (dict(per_node=3, dp=2), ["per_node"], "2 ranks do not fill nodes of 3 devices"),
     (dict(memory="much"), ["memory"], "must be a number above 0"),
+    (dict(per_node="abc"), ["per_node"], "'abc' must be a whole number of 1 or more"),
+    (dict(per_node=-2, device="cuda"), ["per_node"], "must be a whole number of 1 or more"),
+    (dict(dp=10**9), ["dp"], "has 1,000,000,000 ranks and a form shows 65,536 at most"),
     (dict(layout="dp2tp"), ["layout"], "is not understood"),
     (dict(layout="dp2+acc0"), ["layout"], "acc=0 in a layout must be 1 or more"),
     (dict(dp=3), ["global_batch"], "Global batch 64 is not micro-batch ? × dp 3"),
@@ -63,6 +66,21 @@ def test_a_mistake_is_told_beside_its_field(values, blamed, words):
     messages = LayoutForm(NANO, device="cpu").set(**values).messages
     assert sorted(messages) == blamed and words in " ".join(messages.values())
     assert all("\n" not in m and m for m in messages.values())
+
+
+@pytest.mark.parametrize("name, text", [("per_node", "abc"), ("per_node", "1__0"), ("memory", "1__0"), ("dp", "two")])
+def test_a_mistake_leaves_the_rest_of_the_panel_right(name, text):
+    "Typed into a control: nothing is raised, nothing can be launched, and the next field is heard."
+    widget = ParallelConfigWidget(NANO, "dp2", "cpu")
+    bundle, panel = widget._repr_mimebundle_(), widget.panel
+    panel.controls[name].value = text
+    good = text == "1__0" and name == "memory"  # ten gigabytes
+    assert bundle and bool(panel.said[name].value) == panel.buttons["launch"].disabled == bool(widget.messages) != good
+    panel.controls["tp"].value = 2
+    assert widget.form.values["tp"] == 2 and widget.figures() is not None and widget.text()
+    panel.controls[name].value = ""
+    assert widget.messages == {}
+    widget.close()
 
 
 @pytest.mark.parametrize("seed, forms", [(0, 50), pytest.param(1, 200, marks=pytest.mark.full)])

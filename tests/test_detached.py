@@ -1,4 +1,5 @@
 """Detached runs outlive whoever started them, are found by their folder, and say how they ended."""
+import json
 import os
 import pty
 import signal
@@ -10,8 +11,11 @@ import psutil
 import pytest
 from kernels import new_kernel, until
 
+from libai_wb.cli import main
+from libai_wb.engine import default
 from libai_wb.engine.default import train
 from libai_wb.engine.runs import Run
+from libai_wb.engine.summary import write_summary
 from libai_wb.engine.table import list_runs
 
 pytestmark = pytest.mark.timeout(180)
@@ -118,3 +122,27 @@ def test_ps_is_right_after_every_end(tmp_path, command):
 def test_a_mistake_is_told_before_anything_starts(tmp_path):
     with pytest.raises(ValueError, match="Global batch 64 is not"): train(NANO, "dp3", tmp_path/"a", detach=True)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_ps_shows_all_runs_whatever_one_of_them_looks_like(tmp_path, capsys):
+    "No process is named, settings are called as columns are, and one summary is empty."
+    for name in ("first", "second", "empty"):
+        (tmp_path/name).mkdir()
+        (tmp_path/name/"config.yaml").write_text(f"device: {name}\nrun: {name}\n")
+        (tmp_path/name/"metrics.jsonl").write_text('{"step": 0, "loss": 0.5}\n')
+        end = dict(state="finished", started="2026-01-01T00:00:00+00:00", updates=1, loss=.5, metrics={})
+        (tmp_path/name/"summary.json").write_text(json.dumps(end) * (name != "empty"))
+    assert main(["ps", str(tmp_path), "--json", str(tmp_path/"runs.json")]) in (0, None)
+    said, damaged = capsys.readouterr().out, tmp_path/"empty"
+    assert said.count("finished") == 2 and f"{damaged} unreadable: {damaged}/summary.json is not the summary" in said
+    rows = json.loads((tmp_path/"runs.json").read_text())
+    assert sorted(row["config.device"] for row in rows) == ["empty", "first", "second"]
+    assert sorted(row["run"] for row in rows) == sorted(str(tmp_path/row["config.run"]) for row in rows)
+    (damaged/"summary.json").write_text(json.dumps(end))
+
+
+def test_the_folder_in_the_hint_is_quoted(tmp_path, monkeypatch, capsys):
+    start = lambda folder, *rest, **facts: write_summary(folder, state="starting", started="", process=dict(pid=7))
+    monkeypatch.setattr(default, "launch", start)
+    train(NANO, "1", tmp_path/"my runs", progress=False, detach=True)
+    assert f"`libai-wb stop '{tmp_path}/my runs'` ends it" in capsys.readouterr().out

@@ -59,7 +59,7 @@ def all_gone(processes, seconds=5):
 
 # What runs at once
 
-TIMES = ("import json, time\nbegan = time.time(); time.sleep(.7)\n"
+TIMES = ("import json, time\nbegan = time.time(); time.sleep(1.5)\n"
          "open('times', 'w').write(json.dumps([began, time.time()]))")
 
 
@@ -207,6 +207,44 @@ def test_a_changed_notebook_needs_again(tmp_path):
     (out/"seed=0"/"left").touch()
     sweep(notebook, grid, out=out, again=True, progress=False)
     assert "new" in (out/"seed=0.ipynb").read_text() and not (out/"seed=0"/"left").exists()
+
+
+# Tables
+
+def made_up(folder, points):
+    "A sweep whose points have finished, each with a run of its own that has recorded a loss of .5."
+    ledger = Ledger(folder)
+    for name, parameters in points.items():
+        run = folder/name/"run"
+        run.mkdir(parents=True)
+        (run/"config.yaml").touch()
+        (run/"metrics.jsonl").write_text('{"step": 0, "loss": 0.5}\n')
+        close = dict(started="2026-01-01T00:00:00+00:00", updates=1, loss=.5, metrics={})
+        (run/"summary.json").write_text(json.dumps(dict(state="finished", **close)))
+        ledger.points[name] = dict(state="finished", seconds=2., parameters=parameters)
+    ledger.save()
+    return Sweep(folder)
+
+
+def test_a_parameter_may_have_the_name_of_a_column(tmp_path):
+    "What was set and what was recorded are both there, also if a point of another grid has no such parameter."
+    names = ("loss", "updates", "state", "seconds", "error", "notebook", "point")
+    result = made_up(tmp_path/"out", {"a": {name: f"my {name}" for name in names}, "b": dict(seed=3)})
+    table = result.table()
+    assert table.loc["a", list(names)].tolist() == [f"my {name}" for name in names]
+    assert table.loc["b", list(names)].isna().all() and table.loc["b", "seed"] == 3
+    for name, want in dict(loss=.5, updates=1, state="finished", seconds=2., error="").items():
+        assert table[f"run/{name}"].tolist() == [want, want]
+    assert list(table.columns[-2:]) == ["run/error", "run/notebook"]
+    assert table.reset_index()["run/point"].tolist() == ["a", "b"]
+    for text in (repr(result), result._repr_html_()):
+        assert all(f"my {name}" in text for name in names) and "run/error" not in text and "2 finished" in text
+
+
+def test_an_ordinary_table_has_ordinary_names(tmp_path):
+    table = made_up(tmp_path/"out", {"seed=0": dict(seed=0)}).table()
+    assert table.index.name == "point" and table.loc["seed=0", "loss"] == .5
+    assert list(table.columns) == ["seed", "state", "seconds", "updates", "loss", "error", "notebook"]
 
 
 # Runs

@@ -5,21 +5,23 @@
 # %% auto #0
 __all__ = ['name_sources', 'stamp_of', 'CurveSet']
 
-# %% ../../nbs/67_align.curve_set.ipynb #1359bb52
+# %% ../../nbs/67_align.curve_set.ipynb #f63a57fb
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 from fastcore.basics import patch
-from .curves import difference_table, first_beyond_band
-from .sources import column, read_curves
+from .curves import difference_table, first_beyond_band, plain_step
+from .sources import column, read_log
 
-# %% ../../nbs/67_align.curve_set.ipynb #953216b9
+# %% ../../nbs/67_align.curve_set.ipynb #f818c91a
 def name_sources(
     runs, # Dict of sources by name, or a list of sources, see `read_curves`
 ) -> dict: # Sources by name
     "Give every source a name."
     if isinstance(runs, dict): return dict(runs)
-    if isinstance(runs, (str, Path)) or hasattr(runs, "path"): runs = [runs]
+    if isinstance(runs, (str, Path, pd.DataFrame)) or hasattr(runs, "path"): runs = [runs]
+    if all(isinstance(r, (int, float, np.number)) for r in runs) and len(runs): runs = [runs] # the values of one
     paths = [getattr(r, "path", r) for r in runs]
     names = [_name(p, i, 1) for i, p in enumerate(paths)]
     names = [_name(p, i, 2) if names.count(n) > 1 else n for i, (p, n) in enumerate(zip(paths, names))]
@@ -43,7 +45,7 @@ def stamp_of(
     files = [Path(path)] if Path(path).is_file() else [f for pattern in logs for f in Path(path).glob(pattern)]
     return sorted((str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files)
 
-# %% ../../nbs/67_align.curve_set.ipynb #aa1bafa6
+# %% ../../nbs/67_align.curve_set.ipynb #2b5e0656
 class CurveSet:
     "Runs, a metric, a reference and a noise band."
     def __init__(self,
@@ -54,7 +56,8 @@ class CurveSet:
     ):
         self.sources, self.band = name_sources(runs), band
         if not self.sources: raise ValueError("There are no runs to compare; give one at least.")
-        self.tables, self.stamps, self.gaps = {}, {}, None
+        self.logs, self.stamps, self.gaps = {}, {}, None
+        self.reference = self.metric = None
         self.refresh()
         self.choose(reference or next(iter(self.sources)), metric)
 
@@ -62,11 +65,9 @@ class CurveSet:
         "Read the sources that have changed again; one that cannot be read now keeps what it had."
         for name, source in self.sources.items():
             stamp = stamp_of(source)
-            if name in self.tables and self.stamps[name] == stamp: continue
-            try: self.tables[name] = read_curves(source)
-            except ValueError:
-                if name not in self.tables: raise
+            if name in self.logs and self.stamps[name] == stamp: continue
             self.stamps[name], self.gaps = stamp, None
+            self._read(name, source)
         return self
 
     def choose(self,
@@ -76,19 +77,48 @@ class CurveSet:
         "Change what is compared."
         if reference not in self.sources:
             raise ValueError(f"Reference {reference!r} is not one of the runs ({', '.join(self.sources)}).")
-        columns = {name: column(table, metric, name) for name, table in self.tables.items()}
-        self.reference, self.metric, self.columns, self.gaps = reference, metric or columns[reference], columns, None
+        columns = {name: column(table, metric, name) for name, table in self.tables.items() if len(table)}
+        metric = metric or columns.get(reference) or next(iter(columns.values()), "loss")
+        self.columns = {name: columns.get(name, metric) for name in self.sources}
+        self.reference, self.metric, self.gaps = reference, metric, None
 
-    @property
-    def metrics(self) -> list[str]:
-        "Columns of the reference."
-        return [c for c in self.tables[self.reference] if c not in ("step", "time")]
+# %% ../../nbs/67_align.curve_set.ipynb #1acdaeca
+@patch
+def _read(self: CurveSet, name, source):
+    "Read one source."
+    had = self.logs.get(name)
+    try: log = read_log(source)
+    except (ValueError, OSError):
+        if had is None: raise
+        return
+    if had is None or len(log.table): self.logs[name] = log
+    if had is not None and len(had.table) == 0: self.columns[name] = self._column(name) # it has begun
 
-    def curve(self, name) -> pd.DataFrame: # `step`, `time` or `samples` where they are known, `value`
-        "One run's curve of the metric."
-        table = self.tables[name].rename(columns={self.columns[name]: "value"})
-        kept = ["step", *(c for c in ("time", "samples") if c in table), "value"]
-        return table[kept].dropna(subset="value") if table["value"].notna().any() else table[kept]
+@patch
+def _column(self: CurveSet, name):
+    "The column of the metric in a run that has just begun, even if it is not there yet."
+    try: return column(self.tables[name], self.metric, name)
+    except ValueError: return self.metric
+
+@patch(as_prop=True)
+def tables(self: CurveSet) -> dict[str, pd.DataFrame]: # By name, see `align.sources.read_curves`
+    "All that the runs have recorded."
+    return {name: log.table for name, log in self.logs.items()}
+
+# %% ../../nbs/67_align.curve_set.ipynb #7985be78
+@patch(as_prop=True)
+def metrics(self: CurveSet) -> list[str]:
+    "Columns of the reference."
+    known = [c for c in self.tables[self.reference] if c not in ("step", "time")]
+    return known if self.columns[self.reference] in known else [*known, self.columns[self.reference]]
+
+@patch
+def curve(self: CurveSet, name) -> pd.DataFrame: # `step`, `time` or `samples` where they are known, `value`
+    "One run's curve of the metric."
+    (table, known), metric = self.logs[name], self.columns[name]
+    if metric not in table: return pd.DataFrame(dict.fromkeys(("step", "time", "samples", "value"), np.zeros(0)))
+    kept = ["step", *(c for c in ("time", "samples") if c in table)]
+    return table[kept].assign(value=table[metric])[known[metric]]
 
 # %% ../../nbs/67_align.curve_set.ipynb #9c22d55a
 @patch
@@ -105,15 +135,15 @@ def divergence(self: CurveSet) -> dict[str, int | None]: # By name; `None` for a
     if self.band is None: return {}
     return {name: first_beyond_band(gap, self.band) for name, gap in self.differences().items()}
 
-# %% ../../nbs/67_align.curve_set.ipynb #e6f37f21
+# %% ../../nbs/67_align.curve_set.ipynb #5a56e607
 @patch
 def summary(self: CurveSet) -> pd.DataFrame: # One row per run
     "What the curves say, in numbers."
     rows, gaps, left = {}, self.differences(), self.divergence()
     for name in self.sources:
         curve = self.curve(name)
-        last = curve.iloc[-1]
-        row = {"points": len(curve), "last step": int(last["step"]), "last value": float(last["value"])}
+        row = {"points": len(curve)}
+        for last in curve.tail(1).itertuples(): row |= {"last step": plain_step(last.step), "last value": last.value}
         if name in gaps and len(gap := gaps[name]):
             worst = gap["difference"].argmax()
             row |= {"largest difference": gap["difference"][worst], "at step": gap["step"][worst]}
@@ -126,7 +156,7 @@ def at(self: CurveSet,
     step: int,
 ) -> pd.DataFrame: # One row per run, all that it has recorded at that step
     "What every run did at a step."
-    rows = {n: t[t.step == step].iloc[0] for n, t in self.tables.items() if (t.step == step).any()}
+    rows = {n: t[t["step"] == step].iloc[0] for n, t in self.tables.items() if (t["step"] == step).any()}
     return pd.DataFrame(rows).T.rename_axis("run")
 
 @patch

@@ -52,14 +52,15 @@ def await_launch(
         if time.monotonic() > until: raise TimeoutError(f"{folder} was given up by the process that made it.")
         time.sleep(.01)
 
-# %% ../../nbs/57c_engine.control.ipynb #8a10eb81
+# %% ../../nbs/57c_engine.control.ipynb #d1a5dd04
 def wait_run(
     folder: str | Path, # Run folder
     timeout: float | None = None, # Most seconds, `None` for as long as it takes
     progress: bool = True, # Show a bar of the updates
 ) -> str: # Its state then: "finished", "stopped", "interrupted", "killed" or "failed: …"
     "Wait until a run is over."
-    until, total = time.monotonic() + (timeout or float("inf")), read_summary(folder).get("total")
+    most = float("inf") if timeout is None else timeout
+    until, total = time.monotonic() + most, read_summary(folder).get("total")
     with tqdm(total=total, desc=Path(folder).name, disable=not progress) as bar:
         while True:
             state, done = run_state(folder), newest(folder)
@@ -115,7 +116,7 @@ def _kill_session(sid):
     for p in _session(sid):
         with suppress(psutil.Error): p.kill()
 
-# %% ../../nbs/57c_engine.control.ipynb #364d75ff
+# %% ../../nbs/57c_engine.control.ipynb #9d819231
 def tail_run(
     folder: str | Path, # Run folder
     lines: int = 10, # At most
@@ -123,37 +124,57 @@ def tail_run(
     state: str | None = None, # From `run_state`, if it was asked just now
 ) -> list[str]:
     "The last lines that a run has written."
-    logs = [Path(folder)/"log"/f"rank{rank}.txt", Path(folder)/"log"/"console.txt"]
-    if (state or run_state(folder)).startswith(("failed", "killed")): logs.reverse()
-    return next((found for log in logs if log.exists() and (found := _last_lines(log, lines))), [])
+    return _tail(folder, lines, rank, state or run_state(folder))
 
-def _last_lines(path, lines, block=65536):
-    "The last lines of a text file that say something at its end."
+def _tail(folder, lines, rank, state, end=None):
+    "The last lines of a run, of the first `end` bytes of the rank's log."
+    logs = [(Path(folder)/"log"/f"rank{rank}.txt", end), (Path(folder)/"log"/"console.txt", None)]
+    if state.startswith(("failed", "killed")): logs.reverse()
+    return next((found for log, end in logs if log.exists() and (found := _last_lines(log, lines, end=end))), [])
+
+def _last_lines(path, lines, block=65536, end=None):
+    "The last lines of the first `end` bytes of a text file that say something at its end."
     if lines < 1: return []
     with open(path, "rb") as f:
-        size = f.seek(0, os.SEEK_END)
-        f.seek(max(0, size - block))
-        found = f.read().decode(errors="replace").strip().splitlines()
-    return found[-lines:] if block >= size or len(found) > lines else _last_lines(path, lines, 4 * block)
+        size = f.seek(0, os.SEEK_END) if end is None else end
+        start = f.seek(max(0, size - block))
+        found = f.read(size - start).decode(errors="replace").strip().splitlines()
+    return found[-lines:] if block >= size or len(found) > lines else _last_lines(path, lines, 4 * block, end)
 
-# %% ../../nbs/57c_engine.control.ipynb #742a62ff
+# %% ../../nbs/57c_engine.control.ipynb #b72c6591
 def follow_run(
     folder: str | Path, # Run folder
     lines: int = 10, # Lines to begin with
     rank: int = 0,
 ): # Generator of lines
     "The last lines that a run has written, then each new one until it is over."
-    log, going = Path(folder)/"log"/f"rank{rank}.txt", lambda: run_state(folder) in GOING
-    while not log.exists() and going(): time.sleep(.1)
-    yield from tail_run(folder, lines, rank)
-    if not log.exists(): return
-    with open(log, errors="replace") as f:
-        f.seek(0, os.SEEK_END)
-        last = False
-        while not last:
-            last, begin = not going(), f.tell()
-            while (line := f.readline()).endswith("\n"):
-                yield line.rstrip("\n")
-                begin = f.tell()
-            f.seek(begin) # the rest of a line is on its way
-            if not last: time.sleep(.1)
+    log = Path(folder)/"log"/f"rank{rank}.txt"
+    while (state := run_state(folder)) in GOING and not log.exists(): time.sleep(.1)
+    if state in GOING:
+        end = _whole(log)
+        yield from _tail(folder, lines, rank, state, end)
+        yield from _new_lines(folder, log, end)
+    else: yield from tail_run(folder, lines, rank, state)
+
+def _whole(path):
+    "Bytes of the whole lines of a file; the last line may be on its way."
+    with open(path, "rb") as f:
+        at = f.seek(0, os.SEEK_END)
+        while at:
+            start = f.seek(max(0, at - 65536))
+            if (last := f.read(at - start).rfind(b"\n")) >= 0: return start + last + 1
+            at = start
+    return 0
+
+# %% ../../nbs/57c_engine.control.ipynb #84c23fb8
+def _new_lines(folder, log, end):
+    "The lines of a log behind its first `end` bytes, until the run is over."
+    going = True
+    with open(log, "rb") as f:
+        f.seek(end)
+        while going:
+            going = run_state(folder) in GOING # before reading, so that the last look is behind the last word
+            while (line := f.readline()).endswith(b"\n") or (line and not going):
+                yield line.decode(errors="replace").rstrip("\r\n")
+            f.seek(-len(line), os.SEEK_CUR) # the rest of a line is on its way
+            if going: time.sleep(.1)

@@ -6,8 +6,9 @@
 __all__ = ['SERVED', 'WAITING', 'Watch', 'DefaultTrainer', 'start_from', 'record_config', 'log_progress', 'log_first_batch',
            'train_rank', 'train_waiting', 'train']
 
-# %% ../../nbs/59_engine.default.ipynb #02c3fa28
+# %% ../../nbs/59_engine.default.ipynb #bbc4e6c1
 import json
+import shlex
 import time
 import zlib
 from contextlib import nullcontext, suppress
@@ -264,7 +265,7 @@ def _train_on(cfg, layout, own, watch, timeout):
     else: DefaultTrainer(cfg, layout, report=watch, timeout=timeout, **own).train()
     return watch.folder
 
-# %% ../../nbs/59_engine.default.ipynb #8b4b149f
+# %% ../../nbs/59_engine.default.ipynb #0bbbde86
 def _detach(cfg, layout, own, watch, timeout):
     "Prepare a run and start a process that trains it; the folder."
     recipe, device = cfg["_derived_"].recipe, own["device"]
@@ -274,8 +275,8 @@ def _detach(cfg, layout, own, watch, timeout):
     options = json.dumps(dict(layout=str(layout), device=device, timeout=timeout))
     code = SERVED * (layout.world > 1) + WAITING
     launch(folder, code, options, recipe=recipe, layout=str(layout), world=layout.world, device=device)
-    pid = read_summary(folder)["process"]["pid"]
-    watch(dict(text=f"run {folder} goes on by itself in process {pid}; `libai-wb stop {folder}` ends it"))
+    pid, quoted = read_summary(folder)["process"]["pid"], shlex.quote(str(folder))
+    watch(dict(text=f"run {folder} goes on by itself in process {pid}; `libai-wb stop {quoted}` ends it"))
     return folder
 
 # %% ../../nbs/59_engine.default.ipynb #20a68e4e

@@ -6,8 +6,9 @@
 __all__ = ['seconds_text', 'number_text', 'spark', 'headline', 'progress_text', 'number_facts', 'rank_rows', 'status_lines',
            'status_line', 'Screen', 'watch_terminal']
 
-# %% ../../nbs/58k_engine.status_text.ipynb #06f15093
+# %% ../../nbs/58k_engine.status_text.ipynb #fc570e5a
 import math
+import shlex
 import shutil
 import sys
 import time
@@ -167,7 +168,7 @@ class Screen:
         self.out.write(text)
         self.out.flush()
 
-# %% ../../nbs/58k_engine.status_text.ipynb #18271e35
+# %% ../../nbs/58k_engine.status_text.ipynb #f53a4934
 def watch_terminal(
     run: str | Path, # Run folder
     every: float | None = None, # Seconds between two looks, by default 1 on a terminal and 10 elsewhere
@@ -182,7 +183,8 @@ def watch_terminal(
     reader, screen = RunReader(run), Screen(out, live)
     try: status = _once(reader, screen) if once else _until_over(reader, screen, every)
     except KeyboardInterrupt:
-        screen.write(f"\nThe run goes on; `libai-wb watch {run}` shows it again, `libai-wb stop {run}` ends it.\n")
+        name = shlex.quote(str(run))
+        screen.write(f"\nThe run goes on; `libai-wb watch {name}` shows it again, `libai-wb stop {name}` ends it.\n")
         return 130
     return 1 if status.over and status.state != "finished" else 0
 

@@ -57,12 +57,16 @@ def _waits_for_us(folder):
     s = read_summary(folder)
     return s["state"] == "starting" and s.get("process", {}).get("pid") == os.getsid(0)
 
-# %% ../../nbs/57b_engine.summary.ipynb #c94cc0e9
+# %% ../../nbs/57b_engine.summary.ipynb #c47f2c68
 def read_summary(
     folder: str | Path, # Run folder
 ) -> dict: # state, started, layout, … as they stand in the file
     "The summary of a run."
-    return json.loads((Path(folder)/"summary.json").read_text())
+    path, s = Path(folder)/"summary.json", None
+    with suppress(ValueError): s = json.loads(path.read_text())
+    if isinstance(s, dict) and {"state", "started"} <= set(s): return s
+    raise ValueError(f"{path} is not the summary of a run, something else has changed it or its writing was cut short; "
+                     "restore it, or remove the folder.")
 
 # %% ../../nbs/57b_engine.summary.ipynb #28b04997
 def check_run(
@@ -162,7 +166,7 @@ def run_state(
     if s["state"] not in GOING or not process or process["host"] != platform.node(): return s["state"]
     return s["state"] if is_alive(process["pid"], process["birth"]) else "killed"
 
-# %% ../../nbs/57b_engine.summary.ipynb #98ba6b78
+# %% ../../nbs/57b_engine.summary.ipynb #b1628d21
 def newest(
     folder: str | Path, # Run folder
 ) -> dict: # The last value of everything that its latest lines hold; empty before the first update
@@ -173,7 +177,7 @@ def newest(
         f.seek(max(0, f.seek(0, os.SEEK_END) - 65536))
         lines = f.read().split(b"\n")[:-1] # what is behind the last newline is not complete
     for line in lines:
-        with suppress(ValueError): found |= json.loads(line) # the first one may be cut
+        with suppress(ValueError, TypeError): found |= json.loads(line) # the first one may be cut
     return found
 
 # %% ../../nbs/57b_engine.summary.ipynb #911c4d71

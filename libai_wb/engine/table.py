@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['find_runs', 'run_row', 'config_differences', 'list_runs', 'runs_text']
 
-# %% ../../nbs/58d_engine.table.ipynb #f105b3fc
+# %% ../../nbs/58d_engine.table.ipynb #b2447a74
 import os
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import yaml
 from .control import tail_run
 from .summary import GOING, RUN_FILES, STANDARD, newest, read_summary, run_state
 
-# %% ../../nbs/58d_engine.table.ipynb #6ee7e775
+# %% ../../nbs/58d_engine.table.ipynb #ba9a708f
 def find_runs(
     folder: str | Path = "outputs", # Folder of runs, at any depth
 ) -> list[Path]: # The newest first
@@ -28,62 +29,79 @@ def _summaries(folder):
     found = {}
     for path, below, files in os.walk(folder):
         if not set(RUN_FILES) <= set(files): continue
-        found[Path(path)] = read_summary(path)
+        with suppress(FileNotFoundError): found[Path(path)] = _summary(path) # it may be removed meanwhile
         below.clear()
     return dict(sorted(found.items(), key=lambda item: item[1]["started"], reverse=True))
 
-# %% ../../nbs/58d_engine.table.ipynb #31bd27b6
+def _summary(folder):
+    "The summary of a run, or what stands for one that cannot be read."
+    try: return read_summary(folder)
+    except FileNotFoundError: raise
+    except (OSError, ValueError) as e:
+        changed = datetime.fromtimestamp((Path(folder)/"summary.json").stat().st_mtime).astimezone()
+        return dict(state=f"unreadable: {e}", started=changed.isoformat())
+
+# %% ../../nbs/58d_engine.table.ipynb #a030292a
 def run_row(
     folder: str | Path, # Run folder
     summary: dict | None = None, # Its summary, if it was read just now
 ) -> dict:
     "What there is to say of one run."
-    s = summary or read_summary(folder)
+    s = summary or _summary(folder)
     state = run_state(folder, s)
-    going = state in (*GOING, "killed") # what the summary says is not the last word
-    last = newest(folder) if going else dict(step=s["updates"] - 1, loss=s["loss"], **s["metrics"])
+    over = state.partition(":")[0] not in (*GOING, "killed", "unreadable") # else the summary is not the last word
+    last = dict(step=s["updates"] - 1, loss=s["loss"], **s["metrics"]) if over and "updates" in s else newest(folder)
     error = state.partition(": ")[2] or "".join(tail_run(folder, 1, state=state)) * (state == "killed")
     names = ("recipe", "layout", "world", "device", "total", "seconds")
     row = dict(state=state.partition(":")[0], updates=last.get("step", -1) + 1, loss=last.get("loss"), error=error)
-    metrics = {k: v for k, v in last.items() if k not in STANDARD}
-    started = datetime.fromisoformat(s["started"])
-    return row | {k: s.get(k) for k in names} | dict(started=started, pid=s.get("process", {}).get("pid")) | metrics
+    row |= {k: s.get(k) for k in names}
+    row |= dict(started=datetime.fromisoformat(s["started"]), pid=s.get("process", {}).get("pid"))
+    return row | {f"metrics.{k}" if k in row else k: v for k, v in last.items() if k not in STANDARD}
 
-# %% ../../nbs/58d_engine.table.ipynb #89ae71c2
+# %% ../../nbs/58d_engine.table.ipynb #165a3766
 def _flat(tree, path=""):
     "(config path, value) of every leaf."
     pairs = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     for k, v in pairs: yield from _flat(v, f"{path}[{k}]" if isinstance(tree, list) else f"{path}.{k}".lstrip("."))
     if not pairs: yield path, tree
 
+def _settings(folder):
+    "Value of every setting of a run by its config path; none if the config cannot be read."
+    try: tree = yaml.safe_load((Path(folder)/"config.yaml").read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError): return {}
+    return dict(_flat(tree)) if isinstance(tree, dict) else {}
+
 def config_differences(
     folders: list, # Run folders
 ) -> pd.DataFrame: # One row per run, a column for each setting that is not the same in all
     "In which settings runs differ."
-    read = lambda p: dict(_flat(yaml.safe_load((Path(p)/"config.yaml").read_text(encoding="utf-8"))))
-    table = pd.DataFrame([read(p) for p in folders], index=[str(p) for p in folders], dtype=object)
+    read = {str(p): found for p in folders if (found := _settings(p))}
+    table = pd.DataFrame(list(read.values()), index=list(read), dtype=object)
     own = lambda name: name.startswith("_derived_") or name in ("train.output_dir", "train.layout")
-    return table[[c for c in table if not own(c) and table[c].astype(str).nunique() > 1]]
+    differ = [c for c in table if not own(c) and table[c].astype(str).nunique() > 1]
+    return table[differ].reindex([str(p) for p in folders])
 
-# %% ../../nbs/58d_engine.table.ipynb #512de25e
+# %% ../../nbs/58d_engine.table.ipynb #54bac4c9
 def list_runs(
     folder: str | Path = "outputs", # Folder of runs, at any depth
 ) -> pd.DataFrame: # One row per run by folder, the newest first; settings that differ are the last columns
     "The runs of a folder as a table."
     found = _summaries(folder)
     rows = pd.DataFrame([run_row(p, s) for p, s in found.items()], index=[str(p) for p in found])
-    return rows.join(config_differences(list(found))).rename_axis("run") if found else rows
+    if not found: return rows
+    apart = lambda name: f"config.{name}" if name in ("run", *rows) else name
+    return rows.join(config_differences(list(found)).rename(columns=apart)).rename_axis("run")
 
-# %% ../../nbs/58d_engine.table.ipynb #058cee7d
+# %% ../../nbs/58d_engine.table.ipynb #e1d1251e
 def runs_text(
     table: pd.DataFrame, # From `list_runs`
 ) -> str:
     "The runs in aligned columns, then their errors."
     if table.empty: return "no runs"
     counts = [f"{u}/{t}" if pd.notna(t) and t else str(u) for u, t in zip(table.updates, table.total.astype("Int64"))]
-    losses = [f"{v:.4g}" if pd.notna(v) else "" for v in table.loss]
-    columns = dict(run=table.index, state=table.state, layout=table.layout, updates=counts, loss=losses,
-                   pid=[f"{pid:.0f}" for pid in table.pid], started=[f"{t:%Y-%m-%d %H:%M}" for t in table.started])
+    said = lambda name, form: [form.format(v) if pd.notna(v) else "" for v in table[name]]
+    columns = dict(run=table.index, state=table.state, layout=said("layout", "{}"), updates=counts,
+                   loss=said("loss", "{:.4g}"), pid=said("pid", "{:.0f}"), started=said("started", "{:%Y-%m-%d %H:%M}"))
     lines = pd.DataFrame(columns).to_string(index=False, justify="left").splitlines()
     errors = [f"{run} {state}: {error}" for run, state, error in zip(table.index, table.state, table.error) if error]
     return "\n".join([*(line.rstrip() for line in lines), *[""] * bool(errors), *errors])

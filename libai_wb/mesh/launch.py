@@ -143,12 +143,12 @@ def _rank_main(rank, world, payload, folder, channel, group_timeout, device):
 _ECHOES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting",
            "application timeout", "DistBackendError", "Read error", "recvValue failed", "Aborted")
 
-# %% ../../nbs/12_mesh.launch.ipynb #66317d49
+# %% ../../nbs/12_mesh.launch.ipynb #7020bedf
 class _Watch:
     "What is known of the ranks of one run."
     def __init__(self, processes, channels, timeout, on_report):
         self.processes, self.channels, self.on_report = processes, channels, on_report
-        self.end, self.results, self.failures = time.monotonic() + (timeout or math.inf), {}, []
+        self.end, self.results, self.failures = time.monotonic() + (math.inf if timeout is None else timeout), {}, []
 
     def run(self):
         "Wait until every rank has answered, one has failed, or time is up."

@@ -5,12 +5,13 @@
 # %% auto #0
 __all__ = ['Experiment', 'open_experiment', 'parse_grid', 'settle_grid', 'grid_points', 'ranks_of']
 
-# %% ../../nbs/75a_notebook.grid.ipynb #14215216
+# %% ../../nbs/75a_notebook.grid.ipynb #a94db9d7
 import ast
 import hashlib
 import itertools
 import json
 import re
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -127,14 +128,19 @@ def settle_grid(
     for name, values in grid.items(): _check_distinct(name, values)
     return grid, {name: _plain(name, v, experiment.defaults[name]) for name, v in fixed.items()}
 
-# %% ../../nbs/75a_notebook.grid.ipynb #20811296
-def _name(chosen):
-    "A point as the stem of a file name."
+# %% ../../nbs/75a_notebook.grid.ipynb #f88a0820
+def _text(chosen):
+    "A point in words."
     words = {k: v if isinstance(v, str) else json.dumps(v) for k, v in chosen.items()}
-    text = ",".join(f"{k}={v}" for k, v in words.items())
+    return ",".join(f"{k}={v}" for k, v in words.items())
+
+def _name(chosen, shared):
+    "A point as the stem of a file name; `shared` if its words say another one as well."
+    text = _text(chosen)
     plain = re.sub(r"[^\w.+=,-]", "_", text, flags=re.ASCII)
-    if plain == text and len(text) <= 120: return text or "all"
-    return f"{plain[:100]}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+    if plain == text and len(text) <= 120 and not shared: return text or "all"
+    exact = json.dumps(chosen) if shared else text
+    return f"{plain[:100]}-{hashlib.sha256(exact.encode()).hexdigest()[:8]}"
 
 def grid_points(
     grid: dict[str, list], # Values to multiply, by name
@@ -142,7 +148,8 @@ def grid_points(
 ) -> dict[str, dict]: # Parameters of each point, by its name; the last of the grid's names changes fastest
     "All combinations of a grid."
     chosen = [dict(zip(grid, values)) for values in itertools.product(*grid.values())]
-    return {_name(c): fixed | c for c in chosen}
+    times = Counter(map(_text, chosen))
+    return {_name(c, times[_text(c)] > 1): fixed | c for c in chosen}
 
 # %% ../../nbs/75a_notebook.grid.ipynb #fec83fbb
 def _world(text):

@@ -122,14 +122,15 @@ def silent(self:_Script):
     "Ranks that have ended without an answer."
     return [r for r in range(self.n) if r not in self.answers and self.gone(r) and not self.note("answer", r)]
 
-# %% ../../nbs/70h_notebook.isolated.ipynb #c3c8181e
+# %% ../../nbs/70h_notebook.isolated.ipynb #81cea371
 @patch
 def due(self:_Script, interrupted, timeout):
     "The steps to take now."
     now = time.monotonic()
     if not self.began and any(self.note("began", r) for r in range(self.n)): self.began, self.since = True, now
     if not self.cause:
-        late = now - self.since > ((timeout or float("inf")) if self.began else _START)
+        most = _START if not self.began else float("inf") if timeout is None else timeout
+        late = now - self.since > most
         failed = any(a["status"] != "ok" for a in self.answers.values()) or self.silent()
         self.cause = "interrupt" if interrupted else "failure" if failed else "timeout" if late else ""
         gentle = "failure" if self.cause == "failure" else "interrupt" if self.began else "start"

@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['COMMANDS', 'refusal', 'config_file', 'command_words', 'shell_line', 'torchrun_line', 'sbatch_script', 'command_text']
 
-# %% ../../nbs/77b_notebook.layout_commands.ipynb #159a9ed6
+# %% ../../nbs/77b_notebook.layout_commands.ipynb #fb0230ea
+import re
 import shlex
 
 from ..engine.cells import cell_sources
@@ -39,11 +40,11 @@ def command_words(
     overrides = [*form.overrides, *changes] if form.source else []
     return ["train", config_file(form), "--layout", str(said.layout), "--device", form.values["device"], *overrides]
 
-# %% ../../nbs/77b_notebook.layout_commands.ipynb #f409d5d7
+# %% ../../nbs/77b_notebook.layout_commands.ipynb #ace79dca
 def _nodes(form):
     "(nodes, ranks on each)."
     world = form.verdict.layout.world
-    each = int(form.values["per_node"] or world)
+    each = form.verdict.numbers["per_node"] or world
     return world // each, each
 
 def _joined(words):
@@ -77,12 +78,13 @@ def torchrun_line(form):
     return (f"{_first(form)}# on each of the {nodes} nodes, with the name of the first one in the place of FIRST_NODE\n"
             + _joined(["torchrun", *meet, "FIRST_NODE:29400", *call]))
 
-# %% ../../nbs/77b_notebook.layout_commands.ipynb #97f6e619
+# %% ../../nbs/77b_notebook.layout_commands.ipynb #8a052ad9
 def sbatch_script(form):
     "A job script for Slurm."
     nodes, each = _nodes(form)
     what = "gpus-per-node" if form.values["device"] == "cuda" else "cpus-per-task"
-    asks = [f"--job-name={form.name}-{form.verdict.layout}", f"--nodes={nodes}", "--ntasks-per-node=1",
+    name = re.sub(r"[^\w.+-]", "_", f"{form.name}-{form.verdict.layout}") # Slurm knows no quotes here
+    asks = [f"--job-name={name}", f"--nodes={nodes}", "--ntasks-per-node=1",
             f"--{what}={each}", "--output=%x-%j.log"]
     lines, meet = ["#!/bin/bash", *(f"#SBATCH {ask}" for ask in asks)], ["--standalone"]
     if nodes > 1:

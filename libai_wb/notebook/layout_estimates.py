@@ -5,12 +5,13 @@
 # %% auto #0
 __all__ = ['cost_lines', 'Estimates', 'rehearse_apart', 'Estimator', 'memory_limit', 'memory_lines', 'draw_memory', 'as_svg']
 
-# %% ../../nbs/77c_notebook.layout_estimates.ipynb #a588559d
+# %% ../../nbs/77c_notebook.layout_estimates.ipynb #371d769f
 import html
 import io
 import re
 import threading
 import time
+import traceback
 from dataclasses import dataclass
 from typing import Callable
 
@@ -66,7 +67,7 @@ def rehearse_apart(
         except Exception as e: problems.append(f"{name}: {sentence(e)}")
     return Estimates(**found, problems=tuple(problems))
 
-# %% ../../nbs/77c_notebook.layout_estimates.ipynb #6b9ae391
+# %% ../../nbs/77c_notebook.layout_estimates.ipynb #0215b648
 class Estimator:
     "Answers the question that was asked last, in the background."
     def __init__(self,
@@ -76,11 +77,16 @@ class Estimator:
     ):
         self.done, self.pause, self.timeout = done, wait, timeout
         self.lock, self.asked, self.thread, self.idle = threading.Lock(), None, None, threading.Event()
+        self.turn = self.answered = 0 # questions so far, and the one that is answered now
         self.idle.set()
+
+    @property
+    def stale(self) -> bool: return self.turn != self.answered
 
     def ask(self, cfg, layout, machine=None):
         "Ask for the needs of a run, `None` to take back what was asked."
         with self.lock:
+            self.turn += 1
             self.asked = None if cfg is None else (cfg, str(layout), machine)
             if self.asked is None or self.thread: return
             self.idle.clear()
@@ -92,26 +98,29 @@ class Estimator:
         while True:
             time.sleep(self.pause)
             with self.lock:
-                job, self.asked = self.asked, None
+                job, self.asked, self.answered = self.asked, None, self.turn
                 if job is None:
                     self.thread = None
                     self.idle.set()
                     return
             answer = self.answer(job)
-            if self.asked is None: self.done(answer)
+            try:
+                if not self.stale: self.done(answer)
+            except Exception: traceback.print_exc() # the next question is answered all the same
 
     def answer(self, job):
         try: return run_ranks(rehearse_apart, 1, *job, timeout=self.timeout)[0]
         except RankError as e: return Estimates(problems=(sentence(e.user_error() or ValueError(e.reason)),))
         except Exception as e: return Estimates(problems=(sentence(e),)) # a thread has nobody else to tell
 
-# %% ../../nbs/77c_notebook.layout_estimates.ipynb #23b2683a
+# %% ../../nbs/77c_notebook.layout_estimates.ipynb #378af8dc
 def memory_limit(
     form: LayoutForm,
 ) -> float | None: # Bytes, `None` if it is not known
     "The memory that a rank may use."
-    if "memory" not in form.verdict.messages and form.values["memory"]: return float(form.values["memory"]) * 1e9
-    if form.values["device"] == "cpu": return free_memory() / form.verdict.layout.world
+    said = form.verdict
+    if said.numbers["memory"]: return said.numbers["memory"] * 1e9
+    if form.values["device"] == "cpu": return free_memory() / said.layout.world if said.layout else None
     return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
 
 # %% ../../nbs/77c_notebook.layout_estimates.ipynb #c9df1f6c

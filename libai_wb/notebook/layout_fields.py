@@ -98,7 +98,7 @@ def read_values(
     return values | batch | dict(acc=layout.acc or train.num_accumulation_steps, layout=text,
                                  random=train.get("random", {}).get("mode", "exact")), own
 
-# %% ../../nbs/77_notebook.layout_fields.ipynb #b8caf3a3
+# %% ../../nbs/77_notebook.layout_fields.ipynb #2cdbf185
 _PLAIN = (ValueError, OSError, ImportError, NotImplementedError, FloatingPointError)
 
 def sentence(
@@ -113,6 +113,7 @@ def sentence(
 class Verdict:
     "What training makes of the values of a form."
     messages: dict[str, str] = field(default_factory=dict) # Refusals by field
+    numbers: dict[str, float | None] = field(default_factory=dict) # By field; `None` where there is none
     notes: dict[str, str] = field(default_factory=dict) # What is worth knowing, by field
     here: str = "" # Why a run cannot start on this machine, although it could elsewhere
     layout: ParallelLayout | None = None # `None` where the values make none

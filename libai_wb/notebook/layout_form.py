@@ -25,7 +25,7 @@ from ..mesh.room import check_ranks
 from ..mesh.topology import ParallelLayout, layout_from_sizes, plan_batch
 from .layout_fields import Verdict, _number, form_fields, read_values, sentence
 
-# %% ../../nbs/77a_notebook.layout_form.ipynb #a1c796fe
+# %% ../../nbs/77a_notebook.layout_form.ipynb #6118583e
 class LayoutForm:
     "The values of a form over a config, checked as training checks them."
     def __init__(self,
@@ -44,10 +44,10 @@ class LayoutForm:
     def open(self, cfg):
         "Start anew with a config."
         by_name = isinstance(cfg, (str, Path))
-        self.source = str(cfg) if by_name else None
-        self.base = load_recipe(cfg) if by_name else port_config(defrost(copy.deepcopy(as_config(cfg))))
-        self.name = open_config(self.base, name=Path(cfg).stem if by_name else None)["_derived_"].recipe
-        self.start, self.own = self.read(self.base)
+        base = load_recipe(cfg) if by_name else port_config(defrost(copy.deepcopy(as_config(cfg))))
+        name = open_config(base, name=Path(cfg).stem if by_name else None)["_derived_"].recipe
+        self.start, self.own = self.read(base)
+        self.source, self.base, self.name = str(cfg) if by_name else None, base, name # it could be opened
         self.steps, self.unread = self.base.train.num_accumulation_steps, remarks(self.base)
         self.values |= self.start | dict(recipe=self.source or self.name, settings="")
         self.check()
@@ -106,32 +106,37 @@ def settled(self: LayoutForm):
     "The config with the settings, without the fields."
     return override_strict(copy.deepcopy(self.base), self.overrides)
 
-# %% ../../nbs/77a_notebook.layout_form.ipynb #5e02ccaf
+# %% ../../nbs/77a_notebook.layout_form.ipynb #46851b26
 @patch
 def check(self: LayoutForm) -> Verdict:
     "Hold the values against the model, as training does."
-    said = self.verdict = Verdict()
+    said = Verdict()
     counted = {n: f for n, f in self.fields.items() if f.kind in ("number", "size")}
-    numbers = {n: said.attempt(n, _number, f, self.values[n]) for n, f in counted.items()}
-    cfg = said.attempt("settings", self.settled)
-    layout = self.check_layout(said, numbers)
-    if cfg is None or layout is None: return said
-    said.changes = _changes(self, cfg, layout, numbers)
-    said.layout = self.written(layout, numbers["acc"])
-    said.cfg = said.attempt("layout", override_strict, cfg, said.changes)
-    model = said.attempt("settings" if self.overrides else "recipe", self.model)
-    if model is not None: self.check_model(said, model, numbers)
-    self.look_here(said, numbers)
+    numbers = said.numbers = {n: said.attempt(n, _number, f, self.values[n]) for n, f in counted.items()}
+    cfg, layout = said.attempt("settings", self.settled), self.check_layout(said, numbers)
+    if cfg is not None and layout is not None: self.check_config(said, cfg, layout)
+    self.verdict = said # at once: others may be reading
     return said
 
 @patch
-def model(self: LayoutForm):
+def check_config(self: LayoutForm, said, cfg, layout):
+    "Hold the config that results against model and machine."
+    numbers = said.numbers
+    said.changes = _changes(self, cfg, layout, numbers)
+    said.layout = self.written(layout, numbers["acc"])
+    said.cfg = said.attempt("layout", override_strict, cfg, said.changes)
+    model = said.attempt("settings" if self.overrides else "recipe", self.model, said.cfg)
+    if model is not None: self.check_model(said, model, numbers)
+    self.look_here(said, numbers)
+
+@patch
+def model(self: LayoutForm, cfg):
     "The plain model; kept as long as its description stays."
-    key = repr(portable(self.verdict.cfg.model)), self.verdict.cfg.train.seed
-    if self.plain[0] != key: self.plain = key, build_plain(self.verdict.cfg)
+    key = repr(portable(cfg.model)), cfg.train.seed
+    if self.plain[0] != key: self.plain = key, build_plain(cfg)
     return self.plain[1]
 
-# %% ../../nbs/77a_notebook.layout_form.ipynb #3748aeed
+# %% ../../nbs/77a_notebook.layout_form.ipynb #aeac2f1c
 @patch
 def check_layout(self: LayoutForm, said, numbers) -> ParallelLayout | None:
     "The layout of the values; every part of it is tried by itself."
@@ -142,12 +147,17 @@ def check_layout(self: LayoutForm, said, numbers) -> ParallelLayout | None:
         if n is not None: said.attempt(name, ParallelLayout, **{name: n})
     if said.messages.keys() & {*sizes, "devices"}: return None
     layout = said.attempt("devices", _spread, numbers["devices"], **sizes)
-    if layout is None: return None
+    if layout is None or said.attempt("dp", _shown, layout) is None: return None
     options = {f.name: numbers.get(f.name, self.values[f.name]) for f in mine if f.name not in sizes}
     for name, value in options.items():
         alone = said.attempt(name, replace, layout, **{name: value})
         if alone is not None: said.attempt(name, alone.refuse_unbuilt)
     return said.attempt("acc" if "acc" in said.messages else "layout", replace, layout, **options)
+
+def _shown(layout):
+    "The layout, if its ranks can be listed."
+    if layout.world <= 2**16: return layout
+    raise ValueError(f"Layout {layout} has {layout.world:,} ranks and a form shows {2**16:,} at most; use fewer.")
 
 def _spread(devices, dp, tp, pp, **more):
     "Axes of the layout; dp may follow from the devices."
@@ -206,7 +216,7 @@ def _blamed(layout, batch, micro, acc):
         return name
     return "global_batch"
 
-# %% ../../nbs/77a_notebook.layout_form.ipynb #cd5bcac0
+# %% ../../nbs/77a_notebook.layout_form.ipynb #95d5682c
 @patch
 def look_here(self: LayoutForm, said, numbers):
     "Say why a run cannot start on this machine, and refuse nodes that do not hold all devices."
@@ -222,7 +232,7 @@ def look_here(self: LayoutForm, said, numbers):
 @patch
 def devices(self: LayoutForm) -> list[str]:
     "The device of each rank."
-    kind, per_node = self.values["device"], int(self.values["per_node"] or self.verdict.layout.world)
-    places = [divmod(rank, per_node) for rank in range(self.verdict.layout.world)]
+    kind, world = self.values["device"], self.verdict.layout.world
+    places = [divmod(rank, self.verdict.numbers["per_node"] or world) for rank in range(world)]
     node = (lambda n: f"node {n} ") if places[-1][0] else (lambda n: "")
     return [f"{node(n)}{kind}{f':{i}' if kind == 'cuda' else ''}" for n, i in places]

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['LossAlign']
 
-# %% ../../nbs/74_notebook.loss_align.ipynb #df04b280
+# %% ../../nbs/74_notebook.loss_align.ipynb #4fdd1e9b
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +13,11 @@ from pathlib import Path
 from fastcore.basics import patch
 from ..align.curve_set import CurveSet
 from ..engine.summary import GOING, run_state
-from .curve_figure import View, axes_of, draw_curves
+from .curve_figure import View, axes_of, check_view, draw_curves
 from .loss_panel import Panel
 from .shown import show_instead
 
-# %% ../../nbs/74_notebook.loss_align.ipynb #f7bb9a98
+# %% ../../nbs/74_notebook.loss_align.ipynb #a119c836
 class LossAlign:
     "An interactive comparison of runs."
     def __init__(self,
@@ -29,23 +29,23 @@ class LossAlign:
         **view, # Fields of `View`
     ):
         self.curves, self.view, self.clicked = CurveSet(runs, reference, metric, band), View(**view), None
-        if self.view.x not in axes_of(self.curves):
-            known = ", ".join(axes_of(self.curves))
-            raise ValueError(f"x={self.view.x!r} is not known of all runs; use one of {known}.")
+        check_view(self.curves, self.view)
         self.listeners, self.panel, self.lock = [], None, threading.RLock()
         self.every, self.closed = follow, threading.Event()
 
     def show(self, reference=None, metric=None, **view):
         "Change what is shown; `view` are fields of `View`."
         with self.lock:
+            check_view(self.curves, view := replace(self.view, **view)) # first: what is refused changes nothing
             if reference or metric: self.curves.choose(reference or self.curves.reference, metric or self.curves.metric)
-            self.view = replace(self.view, **view)
+            self.view = view
             for listener in self.listeners: listener()
 
     def refresh(self):
         "Read the runs again."
-        with self.lock: self.curves.refresh()
-        self.show()
+        with self.lock:
+            known = axes_of(self.curves.refresh())
+            self.show(x=self.view.x if self.view.x in known else known[0]) # a run that has begun may know no time
 
     def figure(self, path=None): # matplotlib Figure
         "The picture that needs no notebook; saved to `path` (.png, .svg, .pdf) if given."
@@ -54,7 +54,9 @@ class LossAlign:
     def close(self):
         "Stop following, and take the controls down."
         self.closed.set()
-        if self.panel is not None: self.panel.close_all()
+        if self.panel is None: return
+        self.panel.close_all()
+        self.panel = None # shown again, it gets another one
 
 # %% ../../nbs/74_notebook.loss_align.ipynb #c60f8853
 @patch
@@ -74,7 +76,7 @@ def select(self: LossAlign, step: int):
     self.clicked = step
     self.show()
 
-# %% ../../nbs/74_notebook.loss_align.ipynb #8b5a7d5e
+# %% ../../nbs/74_notebook.loss_align.ipynb #dd103f83
 @patch
 def going(self: LossAlign) -> bool:
     "Whether any of the runs goes on."
@@ -86,17 +88,18 @@ def going(self: LossAlign) -> bool:
 def start_following(self: LossAlign):
     "Follow runs that go on, in the background."
     def follow():
-        last = False
-        while not last and not self.closed.wait(self.every):
+        last, closed = False, self.closed
+        while not last and not closed.wait(self.every):
             last = not self.going() # then once more, for what came since
             self.refresh()
     if self.every and self.going(): threading.Thread(target=follow, name="loss-align", daemon=True).start()
 
-# %% ../../nbs/74_notebook.loss_align.ipynb #07a3ca68
+# %% ../../nbs/74_notebook.loss_align.ipynb #8eb8ac89
 @patch
 def _repr_mimebundle_(self: LossAlign, include=None, exclude=None):
     "Controls, picture and table."
     bundle = self.figure()._repr_mimebundle_()
+    if self.closed.is_set(): self.closed = threading.Event()
     try: self.panel = self.panel or Panel(self)
     except ImportError: return bundle # no ipywidgets
     show_instead(self) # a cell that is run again shows a new comparison

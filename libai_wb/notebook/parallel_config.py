@@ -5,11 +5,13 @@
 # %% auto #0
 __all__ = ['ParallelConfigWidget']
 
-# %% ../../nbs/78_notebook.parallel_config.ipynb #99f9bbb6
+# %% ../../nbs/78_notebook.parallel_config.ipynb #6b8da918
 import copy
 import html
+import shlex
 import threading
 import time
+from functools import wraps
 from pathlib import Path
 
 from fastcore.basics import patch
@@ -29,7 +31,15 @@ from .layout_panel import LayoutPanel
 from .mesh_figure import draw_mesh, mesh_text
 from .shown import running_cell, show_instead
 
-# %% ../../nbs/78_notebook.parallel_config.ipynb #6fbfa5f3
+# %% ../../nbs/78_notebook.parallel_config.ipynb #caae9cd1
+def _locked(call):
+    "The same method, while nobody changes the form."
+    @wraps(call)
+    def alone(self, *args, **kw):
+        with self.lock: return call(self, *args, **kw)
+    return alone
+
+# %% ../../nbs/78_notebook.parallel_config.ipynb #97eb648f
 class ParallelConfigWidget:
     "A form for a run: choose, see what follows, start."
     def __init__(self,
@@ -42,19 +52,21 @@ class ParallelConfigWidget:
         self.estimates, self.panel, self.run, self.closed = None, None, None, threading.Event()
         self.estimator = Estimator(self.estimated)
 
+    @_locked
     def set(self, **values):
         "Change fields, for example `set(dp=2, global_batch=64)`."
-        with self.lock:
-            self.form.set(**values)
-            self.renew()
+        self.form.set(**values)
+        self.renew()
 
     @property
+    @_locked
     def cfg(self):
         "The config that results, a copy."
         if self.form.verdict.cfg is None: raise ValueError(refusal(self.form))
         return copy.deepcopy(self.form.verdict.cfg)
 
     @property
+    @_locked
     def layout(self) -> ParallelLayout:
         "The layout that results."
         if self.form.verdict.layout is None: raise ValueError(refusal(self.form))
@@ -75,7 +87,7 @@ def _state(run):
     try: return run.state
     except OSError: return "removed"
 
-# %% ../../nbs/78_notebook.parallel_config.ipynb #fffc8124
+# %% ../../nbs/78_notebook.parallel_config.ipynb #e9ab51d0
 @patch
 def renew(self: ParallelConfigWidget):
     "Show the form's values, and ask what they need."
@@ -88,22 +100,24 @@ def renew(self: ParallelConfigWidget):
 def estimated(self: ParallelConfigWidget, estimates):
     "Take an answer of the estimator."
     with self.lock:
-        if self.closed.is_set() or self.estimator.asked: return
+        if self.closed.is_set() or self.estimator.stale: return
         self.estimates = estimates
         if self.panel is None: return
         self.panel.draw_memory()
         self.panel.draw_facts()
 
-# %% ../../nbs/78_notebook.parallel_config.ipynb #de1d0097
+# %% ../../nbs/78_notebook.parallel_config.ipynb #9f0606ec
 @patch
 def launch(self: ParallelConfigWidget,
     **options, # Further arguments of `train`, for example out="outputs/mine"
 ) -> Run:
     "Start a run that goes on by itself."
-    said = self.form.verdict
-    if said.messages or said.cfg is None: raise ValueError(refusal(self.form))
-    given = dict(layout=said.layout, device=self.form.values["device"], name=self.form.name, progress=False)
-    self.run = train(self.cfg, detach=True, **given | options)
+    with self.lock:
+        said, form = self.form.verdict, self.form
+        if said.messages or said.cfg is None: raise ValueError(refusal(form))
+        given = dict(layout=said.layout, device=form.values["device"], name=form.name, progress=False)
+        cfg = self.cfg
+    self.run = train(cfg, detach=True, **given | options)
     threading.Thread(target=self.follow, args=(self.run,), name="parallel-config", daemon=True).start()
     return self.run
 
@@ -116,24 +130,26 @@ def stop(self: ParallelConfigWidget) -> Run:
 @patch
 def follow(self: ParallelConfigWidget, run):
     "Show how a run is getting on until it is over, or until another one was started."
-    shown = None
-    while self.run is run and not self.closed.is_set():
+    shown, closed = None, self.closed
+    while self.run is run and not closed.is_set():
         going, text = self.going, _progress(run)
         if self.panel is not None and (text, going) != shown: self.tell(text, going)
         shown = text, going
         if not going: return
         time.sleep(.3)
 
-# %% ../../nbs/78_notebook.parallel_config.ipynb #990cd5fd
+# %% ../../nbs/78_notebook.parallel_config.ipynb #cfdf5ec7
 @patch
 def tell(self: ParallelConfigWidget, text, going):
     "Say in the panel how the run is getting on."
-    folder = html.escape(str(self.run.path))
-    hint = (f"<br>Watch it: <code>watch('{folder}')</code> in a cell, or <code>libai-wb watch {folder}</code>."
-            f"<br>End it: the button above, or <code>libai-wb stop {folder}</code>.") * going
-    text = f"<b>{folder}:</b> {html.escape(text)}{hint}"
-    self.panel.parts["run"].value = f'<div role="status" class="libai-wb-note">{text}</div>'
-    self.panel.draw_start()
+    folder = str(self.run.path)
+    code, word = (html.escape(t) for t in (f"watch({folder!r})", shlex.quote(folder)))
+    hint = (f"<br>Watch it: <code>{code}</code> in a cell, or <code>libai-wb watch {word}</code>."
+            f"<br>End it: the button above, or <code>libai-wb stop {word}</code>.") * going
+    text = f"<b>{html.escape(folder)}:</b> {html.escape(text)}{hint}"
+    with self.lock:
+        self.panel.parts["run"].value = f'<div role="status" class="libai-wb-note">{text}</div>'
+        self.panel.draw_start()
 
 def _progress(run):
     "A line about a run."
@@ -143,7 +159,7 @@ def _progress(run):
     words = [state, f"update {last['step'] + 1}" + (f" of {total}" if total else "")] if "step" in last else [state]
     return ", ".join([*words, *([f"loss {last['loss']:.4g}"] if "loss" in last else [])])
 
-# %% ../../nbs/78_notebook.parallel_config.ipynb #fa60fe16
+# %% ../../nbs/78_notebook.parallel_config.ipynb #d8ec7c01
 @patch
 def save(self: ParallelConfigWidget,
     path: str | Path, # YAML file
@@ -159,14 +175,16 @@ def save(self: ParallelConfigWidget,
     return path
 
 @patch
+@_locked
 def command(self: ParallelConfigWidget,
     kind: str = "shell", # "shell", "torchrun" or "sbatch"
 ) -> str: # One line or several
     "A command that starts the run elsewhere."
     return command_text(self.form, kind)
 
-# %% ../../nbs/78_notebook.parallel_config.ipynb #77307766
+# %% ../../nbs/78_notebook.parallel_config.ipynb #381f4b96
 @patch
+@_locked
 def figures(self: ParallelConfigWidget) -> list: # matplotlib Figures
     "The mesh, and the memory if it is known."
     said, form = self.form.verdict, self.form
@@ -178,6 +196,7 @@ def figures(self: ParallelConfigWidget) -> list: # matplotlib Figures
     return [*figs, draw_memory(self.estimates.memory, memory_limit(form))]
 
 @patch
+@_locked
 def text(self: ParallelConfigWidget) -> str: # Several lines
     "Everything in words."
     said, form, known = self.form.verdict, self.form, self.estimates
@@ -192,12 +211,13 @@ def text(self: ParallelConfigWidget) -> str: # Several lines
     if not said.messages: lines += ["command:", self.command()]
     return "\n".join(lines)
 
-# %% ../../nbs/78_notebook.parallel_config.ipynb #836457be
+# %% ../../nbs/78_notebook.parallel_config.ipynb #2eea7d3b
 @patch
 def _repr_mimebundle_(self: ParallelConfigWidget, include=None, exclude=None):
     "Controls, picture and text."
     panel = None
     with self.lock:
+        if self.closed.is_set(): self.closed, self.panel = threading.Event(), None # shown again
         try: self.panel = panel = self.panel or LayoutPanel(self)
         except ImportError: pass # no ipywidgets
         self.renew()
@@ -212,5 +232,4 @@ def close(self: ParallelConfigWidget):
     "Take the panel down; a run that was started goes on."
     self.closed.set()
     self.estimator.ask(None, None)
-    self.estimator.idle.wait(60)
     if self.panel is not None: self.panel.close_all()

@@ -5,20 +5,26 @@
 # %% auto #0
 __all__ = ['running_cell', 'show_instead']
 
-# %% ../../nbs/72b_notebook.shown.ipynb #033a7af7
+# %% ../../nbs/72b_notebook.shown.ipynb #c6724a43
+def _request():
+    "What the running cell was asked with; nothing outside of a notebook."
+    try: return get_ipython().get_parent() # noqa: F821
+    except (NameError, AttributeError): return {}
+
 def running_cell() -> str | None: # `None` outside of a notebook, and where nobody is in front of it
     "The id of the cell that runs."
-    try: return get_ipython().get_parent()["metadata"].get("cellId") # noqa: F821
-    except (NameError, AttributeError, KeyError): return None
+    return _request().get("metadata", {}).get("cellId")
 
-# %% ../../nbs/72b_notebook.shown.ipynb #090243df
-_SHOWN = {} # id of a cell: what it shows
+# %% ../../nbs/72b_notebook.shown.ipynb #c308486a
+_SHOWN = {} # id of a cell: when it was run, and what it has shown since
 
 def show_instead(
     display, # Has a method `close`
 ):
-    "Close what the running cell has shown before."
-    cell = running_cell()
-    old = _SHOWN.get(cell)
-    if old is not None and old is not display: old.close()
-    if cell: _SHOWN[cell] = display
+    "Close what the running cell has shown when it was run before."
+    cell, now = running_cell(), _request().get("header", {}).get("msg_id")
+    if cell is None: return
+    before, old = _SHOWN.get(cell, (now, {}))
+    _SHOWN[cell] = now, (old if before == now else {}) | {id(display): display}
+    shown = {key for _, displays in _SHOWN.values() for key in displays}
+    for key in old.keys() - shown: old[key].close()

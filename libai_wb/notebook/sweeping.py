@@ -23,7 +23,7 @@ from .ledger import Ledger, check_folder, hold, plan_points
 from .point import Point, Task, end_points
 from .rank import open_session, sweep_sessions
 
-# %% ../../nbs/76_notebook.sweeping.ipynb #637c2b27
+# %% ../../nbs/76_notebook.sweeping.ipynb #fe75267f
 def _runs_in(folder):
     "Run folders below a folder, the oldest first."
     if not any(Path(folder).rglob("metrics.jsonl")): return []
@@ -45,6 +45,8 @@ def _recorded(folder):
         row = {k: v for k, v in run_row(run).items() if k not in _NOT_SHOWN}
         values |= row if len(found) == 1 else {f"{_short(run, folder)}/{k}": v for k, v in row.items()}
     return values
+
+def _apart(taken, name): return f"run/{name}" if name in taken else name
 
 # %% ../../nbs/76_notebook.sweeping.ipynb #aa94f92c
 class Sweep:
@@ -75,17 +77,20 @@ class Sweep:
         return {name if len(runs) == 1 else f"{name}/{_short(run, self.folder/name)}": run
                 for name, runs in found.items() for run in runs}
 
-# %% ../../nbs/76_notebook.sweeping.ipynb #fa7fb8c9
+# %% ../../nbs/76_notebook.sweeping.ipynb #bb6bf6f6
 @patch
 def table(self: Sweep) -> pd.DataFrame: # A row for each point: parameters, state, seconds, what its runs measured
     "What came of the points."
-    points, rows = Ledger(self.folder).points, []
-    for name, state in self.states.items():
+    points, states, rows = Ledger(self.folder).points, self.states, []
+    taken = {parameter for name in states for parameter in points[name]["parameters"]}
+    for name, state in states.items():
         p, out = points[name], self.folder/f"{name}.ipynb"
-        rows.append(p["parameters"] | dict(state=state, seconds=p.get("seconds")) | _recorded(self.folder/name)
-                    | dict(error=p.get("error", ""), notebook=str(out) if out.exists() else ""))
-    table = pd.DataFrame(rows, index=pd.Index(self.states, name="point"))
-    return table[[c for c in table if c not in ("error", "notebook")] + ["error", "notebook"]]
+        row = (dict(state=state, seconds=p.get("seconds")) | _recorded(self.folder/name)
+               | dict(error=p.get("error", ""), notebook=str(out) if out.exists() else ""))
+        rows.append(p["parameters"] | {_apart(taken, k): v for k, v in row.items()})
+    table = pd.DataFrame(rows, index=pd.Index(states, name=_apart(taken, "point")))
+    last = [_apart(taken, c) for c in ("error", "notebook")]
+    return table[[c for c in table if c not in last] + last]
 
 @patch
 def plot(self: Sweep,
@@ -98,7 +103,7 @@ def plot(self: Sweep,
                          "notebook wrote it, below the folder it runs in.")
     return LossAlign(self.runs, **options)
 
-# %% ../../nbs/76_notebook.sweeping.ipynb #7b11767b
+# %% ../../nbs/76_notebook.sweeping.ipynb #bca93a78
 @patch
 def _lines(self: Sweep):
     "How many points are in which state, and the errors."
@@ -109,13 +114,13 @@ def _lines(self: Sweep):
 
 @patch
 def __repr__(self: Sweep):
-    table = self.table().drop(columns=["error", "notebook"]).reset_index(drop=True)
+    table = self.table().iloc[:, :-2] # without error and notebook
     shown = table.to_string(index=False, na_rep="", float_format="{:.5g}".format)
     return "\n".join([shown, "", *self._lines()])
 
 @patch
 def _repr_html_(self: Sweep):
-    table = self.table().drop(columns=["error", "notebook"])
+    table = self.table().iloc[:, :-2]
     lines = "<br>".join(html.escape(line) for line in self._lines())
     return f"{table.to_html(na_rep='', float_format='{:.5g}'.format, index=False)}<p>{lines}</p>"
 

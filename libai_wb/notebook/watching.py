@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['head_html', 'numbers_html', 'ranks_html', 'curve_svg', 'Dashboard', 'parts_of', 'StatusPanel', 'watch']
 
-# %% ../../nbs/75_notebook.watching.ipynb #5d5ca695
+# %% ../../nbs/75_notebook.watching.ipynb #68ce6119
 import html
+import shlex
 import threading
 import time
 from pathlib import Path
@@ -128,12 +129,13 @@ def parts_of(
     "The parts of a dashboard."
     return dict(head=head_html(status), numbers=numbers_html(status), curve=curve_svg(status), ranks=ranks_html(status))
 
-# %% ../../nbs/75_notebook.watching.ipynb #96637e61
+# %% ../../nbs/75_notebook.watching.ipynb #f0c37da7
 @patch
 def _repr_mimebundle_(self: Dashboard, include=None, exclude=None):
     "HTML and text; while the run goes on widgets too, where there are any."
     status = self.status()
     bundle = {"text/plain": "\n".join(status_lines(status)), "text/html": self.html(status)}
+    if self.closed.is_set(): self.closed, self.panel, self.thread = threading.Event(), None, None # shown again
     show_instead(self)
     if status.over: return bundle # nothing moves, and HTML is shown everywhere
     try: self.panel = self.panel or StatusPanel(self)
@@ -149,21 +151,21 @@ def start_following(self: Dashboard):
     self.thread = threading.Thread(target=self.follow, name="libai-wb-watch", daemon=True)
     self.thread.start()
 
-# %% ../../nbs/75_notebook.watching.ipynb #b2aa6611
+# %% ../../nbs/75_notebook.watching.ipynb #eab532c8
 @patch
 def follow(self: Dashboard):
     "Look again and again, until the run is over or nobody looks."
-    over = False
-    while not over and not self.closed.wait(self.every) and self.panel.box.comm is not None:
+    over, closed, panel = False, self.closed, self.panel
+    while not over and not closed.wait(self.every) and panel.box.comm is not None:
         try:
             status = self.status()
-            self.panel.draw(status)
+            panel.draw(status)
             over = status.over
         except Exception as e: # whatever it is, a notebook must not see it
-            self.panel.say(f"{type(e).__name__}: {e}")
+            panel.say(f"{type(e).__name__}: {e}")
             over = not self.reader.folder.exists()
 
-# %% ../../nbs/75_notebook.watching.ipynb #60257602
+# %% ../../nbs/75_notebook.watching.ipynb #e5e20383
 class StatusPanel:
     "Widgets of a dashboard."
     def __init__(self,
@@ -186,7 +188,7 @@ class StatusPanel:
             self.button.disabled = status.over or self.stopping or not status.here
             if status.over: self.ask(None)
             away = f"it runs on {status.host}: stop it there" if not status.here and not status.over else ""
-            self.button.tooltip = away or f"end the run, as libai-wb stop {status.folder} does"
+            self.button.tooltip = away or f"end the run, as libai-wb stop {shlex.quote(str(status.folder))} does"
             _hear_at_once(self.button)
 
     def say(self, text: str):
