@@ -21,7 +21,7 @@ class StageCost(NamedTuple):
     micro: Cost # Each micro-batch
     update: Cost # Once
 
-# %% ../../nbs/58i_engine.cost.ipynb #53ab778a
+# %% ../../nbs/58i_engine.cost.ipynb #10caaa21
 def _crossing(machine, layout, work):
     "Seconds that a stage spends with its messages to the next one and from there, for a micro-batch."
     link = link_of(machine, layout, "pp") or machine.sends
@@ -31,8 +31,13 @@ def _hidden(machine, layout, work, back):
     "Seconds of the sums over `dp` that run behind the backward of the last micro-batch."
     sums = [message_seconds(machine, layout, m) for m in work.update.messages if axis_of(layout, m.ranks) == "dp"]
     return min(back.compute, sum(sums) - max(sums)) if sums and machine.ahead and layout.pp == 1 else 0.
+def _runtime(machine, layout):
+    "What a round and an update cost a pipeline besides."
+    s = machine.starts
+    if layout.pp == 1: return 0., 0.
+    return (s.gpipe, s.gpipe_update) if layout.schedule == "gpipe" else (s.stage, s.stage_update)
 
-# %% ../../nbs/58i_engine.cost.ipynb #2ea7609e
+# %% ../../nbs/58i_engine.cost.ipynb #df60b9f4
 def stage_costs(
     machine: Machine,
     layout: ParallelLayout,
@@ -42,11 +47,11 @@ def stage_costs(
     crossings, found = [0., *(_crossing(machine, layout, w) for w in works)], []
     for stage, w in enumerate(works):
         there, back = (work_cost(machine, layout, getattr(w, p), p, w.cut) for p in ("forward", "backward"))
-        runtime = machine.starts.gpipe if layout.schedule == "gpipe" else machine.starts.stage
-        more = Cost(overhead=runtime, communication=crossings[stage] + crossings[stage + 1])
-        update = work_cost(machine, layout, w.update, "update") + Cost(overhead=machine.starts.step)
+        each, once = _runtime(machine, layout)
+        more = Cost(overhead=each, communication=crossings[stage] + crossings[stage + 1])
+        update = work_cost(machine, layout, w.update, "update") + Cost(overhead=machine.starts.step + once)
         update = update._replace(communication=update.communication - _hidden(machine, layout, w, back))
-        found.append(StageCost(there + back + more if layout.pp > 1 else there + back, update))
+        found.append(StageCost(there + back + more, update))
     return found
 
 # %% ../../nbs/58i_engine.cost.ipynb #c063bdbb

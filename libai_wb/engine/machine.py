@@ -6,11 +6,12 @@
 __all__ = ['GPUS', 'read_memory', 'Starts', 'Machine', 'Cost', 'op_seconds', 'link_of', 'message_seconds', 'work_cost',
            'describe_machine', 'measure_machine']
 
-# %% ../../nbs/58h_engine.machine.ipynb #fb18a9ec
+# %% ../../nbs/58h_engine.machine.ipynb #3c6d4de3
 import re
 import time
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -40,7 +41,7 @@ def read_memory(
     raise ValueError(f"Memory {memory!r} is not understood; write a number of bytes above 0, or one with its unit, "
                      "such as 80GB or 24 GiB.")
 
-# %% ../../nbs/58h_engine.machine.ipynb #ee95e707
+# %% ../../nbs/58h_engine.machine.ipynb #d2b46633
 class Starts(NamedTuple):
     "Seconds that pass before work begins."
     forward: float # Per operation
@@ -49,8 +50,10 @@ class Starts(NamedTuple):
     cut_forward: float = 0. # Per parameter that is cut
     cut_backward: float = 0. # Per parameter that is cut
     sharded: float = 0. # Per operation on a DTensor
-    stage: float = 0. # Per micro-batch on a pipeline stage
+    stage: float = 0. # Per round of a pipeline; below 0 where its messages travel while it works
     gpipe: float = 0. # The same with the schedule GPipe
+    stage_update: float = 0. # Per update of a pipeline
+    gpipe_update: float = 0. # The same with the schedule GPipe
     step: float = 0. # Per update
     seed: float = 1e-5 # Per generator of random numbers
 
@@ -131,7 +134,7 @@ def work_cost(
     said = sum(message_seconds(machine, layout, m) for m in work.messages)
     return Cost(busy, max(0., started - busy) if machine.ahead else started, said)
 
-# %% ../../nbs/58h_engine.machine.ipynb #951f59c1
+# %% ../../nbs/58h_engine.machine.ipynb #5e500cbc
 # float32 operations per second, bytes per second of memory, bytes of memory, bytes per second of links in a node
 GPUS = dict(V100=(15.7e12, 0.9e12, 32e9, 150e9), A100=(19.5e12, 2.039e12, 80e9, 300e9),
             H100=(67e12, 3.35e12, 80e9, 450e9), H200=(67e12, 4.8e12, 141e9, 450e9))
@@ -158,11 +161,11 @@ def describe_machine(
     name = known[gpu.lower()]
     peak, moves, holds, talks = GPUS[name]
     near, cut = Link(1e-5, link or talks), 4e-5
-    starts = Starts(start, start, start / 10, cut, cut, cut, 5e-4, 5e-4, 2e-3)
+    starts = Starts(start, start, start / 10, cut, cut, cut, 5e-4, 5e-4, step=2e-3)
     return Machine(name, gpus, read_memory(holds if memory is None else memory), share * (flops or peak),
                    bandwidth or moves, starts, near, near, Link(2e-5, far) if gpus > node else None, node, ahead=True)
 
-# %% ../../nbs/58h_engine.machine.ipynb #37f6b99d
+# %% ../../nbs/58h_engine.machine.ipynb #ccc9400c
 def _tiny(dp=1):
     "A recipe whose steps do almost nothing."
     return load_recipe("vit_nano_digits", ["model.embed_dim=16", "model.num_heads=2",
@@ -171,8 +174,10 @@ def _tiny(dp=1):
 def _layouts(ranks):
     "The layouts in which the tiny recipe is timed, by the number that they tell: cut, and in pipelines."
     if ranks < 2: return {}
-    staged = ParallelLayout(dp=ranks // 2, pp=2, acc=4)
-    return dict(cut=ParallelLayout(dp=ranks // 2, tp=2), stage=staged, gpipe=replace(staged, schedule="gpipe"))
+    found = dict(cut=ParallelLayout(dp=ranks // 2, tp=2))
+    for acc, schedule in product((2, 8), ("1f1b", "gpipe")):
+        found[f"{schedule} {acc}"] = ParallelLayout(dp=ranks // 2, pp=2, acc=acc, schedule=schedule)
+    return found
 
 def _clock(call, times, device):
     "Seconds of a call."
@@ -255,7 +260,7 @@ def _count_block():
     with OpCounter() as counter: block(x).sum().backward()
     return counter.work
 
-# %% ../../nbs/58h_engine.machine.ipynb #0d3ef227
+# %% ../../nbs/58h_engine.machine.ipynb #01c97fe0
 def _solve_cut(machine, layout, parts):
     "What it costs that parameters are cut: first an operation on one, then handing out its local part."
     work, spent = count_step(_tiny(layout.dp), layout), dict(zip(("forward", "backward", "update"), parts))
@@ -264,16 +269,24 @@ def _solve_cut(machine, layout, parts):
     cut = {f"cut_{phase}": _per(rest(phase), work.cut) for phase in ("forward", "backward")}
     return replace(machine, starts=machine.starts._replace(**cut))
 
-def _solve_stage(machine, layout, name, seconds):
-    "What a micro-batch costs a pipeline besides its work and its messages."
+def _rest(machine, layout, seconds):
+    "Rounds of a pipeline, and the seconds of its update besides work and messages."
     ends = [count_step(_tiny(layout.dp), layout, stage * layout.dp) for stage in range(2)]
     known = [sum(work_cost(machine, layout, getattr(w, p), p).seconds for p in ("forward", "backward")) for w in ends]
     known = max(known) + sum(map(machine.sends.send, (ends[0].sent, ends[0].returned)))
     last = max(work_cost(machine, layout, w.update, "update").seconds for w in ends) + machine.starts.step
     rounds = layout.acc + layout.pp - 1
-    return replace(machine, starts=machine.starts._replace(**{name: _per(seconds - last - rounds * known, rounds)}))
+    return rounds, seconds - last - rounds * known
 
-# %% ../../nbs/58h_engine.machine.ipynb #32664f1f
+def _solve_stages(machine, layouts, found):
+    "What pipelines cost besides that, per round and per update: from an update of few rounds and one of many."
+    for schedule, name in {"1f1b": "stage", "gpipe": "gpipe"}.items():
+        (few, a), (many, b) = (_rest(machine, layouts[f"{schedule} {n}"], *found[f"{schedule} {n}"]) for n in (2, 8))
+        each = (b - a) / (many - few)
+        machine = replace(machine, starts=machine.starts._replace(**{name: each, f"{name}_update": a - few * each}))
+    return machine
+
+# %% ../../nbs/58h_engine.machine.ipynb #aacb7588
 @lru_cache
 def _measured(ranks, device, seconds, progress):
     "The numbers of this machine with so many ranks at work, once in a process."
@@ -285,10 +298,8 @@ def _measured(ranks, device, seconds, progress):
         links = found.get("links", (Link(0., 1e12),) * 2)
         machine = Machine("this machine", ranks, _memory(device, ranks), found["rates"][0], 1e10,
                           Starts(0, 0, 0, seed=found["seed"]), *links, ahead=device == "cuda")
-        machine = _solve_alone(machine, found)
-        for name, layout in _layouts(even).items():
-            machine = (_solve_cut(machine, layout, found[name]) if layout.tp > 1 else
-                       _solve_stage(machine, layout, name, *found[name]))
+        machine, layouts = _solve_alone(machine, found), _layouts(even)
+        if layouts: machine = _solve_stages(_solve_cut(machine, layouts["cut"], found["cut"]), layouts, found)
     return machine
 
 def _memory(device, ranks):
