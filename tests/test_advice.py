@@ -77,7 +77,7 @@ def _heard(rank, n, recipe, text):
 
 @pytest.mark.parametrize("recipe, layout", [
     ("vit_nano_digits", "tp2+acc2"), ("vit_nano_digits", "pp2+acc4"), ("swin_nano_digits", "tp2"),
-    ("mae_nano_digits", "dp2tp2")])
+    pytest.param("mae_nano_digits", "dp2tp2", marks=pytest.mark.full)])
 def test_messages_of_a_real_run(recipe, layout):
     "What the estimate lists is what the ranks of a run send, call by call and byte by byte."
     lay = ParallelLayout.parse(layout)
@@ -107,7 +107,7 @@ def _heard_depth(rank, n, depth):
     return sum(axis_of(layout, m.ranks) == "tp" for m in listener.heard)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", [RECIPES[0], *(pytest.param(r, marks=pytest.mark.full) for r in RECIPES[1:])])
 def test_a_micro_batch_is_told_by_a_small_and_a_large_one(recipe):
     book = WorkBook(load_recipe(recipe))
     for text in ("1+acc2", "tp2+acc2", "dp2pp2+acc2"):
@@ -144,6 +144,7 @@ def test_lists_what_training_takes(world):
             assert str(e.value) == why
 
 
+@pytest.mark.full
 def test_known_answers():
     "Slow links make tensor parallelism slow, deep accumulation a bubble small, nodes an axis slow that crosses them."
     book, far = WorkBook(load_recipe("vit_imagenet")), describe_machine(8, gpu="A100", link=1e9)

@@ -230,6 +230,7 @@ def test_picture_and_table_remain_after_papermill(tmp_path):
     assert data["image/png"] and "leaves the band at" in data["text/plain"]
 
 
+@pytest.mark.full
 def test_a_cell_that_is_run_again_leaves_one_panel(tmp_path):
     "The frontend sends the id of the cell along; the widgets of the run before are closed."
     with new_kernel(tmp_path) as kernel:

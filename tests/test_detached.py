@@ -76,6 +76,7 @@ def test_a_run_outlives_the_kernel_that_started_it(tmp_path):
     until(lambda: session(run) == [], 10)
 
 
+@pytest.mark.full
 def test_a_run_outlives_the_login_shell(tmp_path):
     "The terminal hangs up, which ends what a shell has started."
     pid, terminal = pty.fork()

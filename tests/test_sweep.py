@@ -130,6 +130,7 @@ def test_time_limit(tmp_path):
 WAIT = "import os, time\nopen('began', 'w').write(str(os.getpid()))\n"
 
 
+@pytest.mark.full
 def test_kill_and_resume(tmp_path):
     "kill -9 of the sweep takes its kernels along; the same command then runs what is missing, and that only."
     stays = f"{WAIT}while seed == 1 and not os.path.exists('../../go'): time.sleep(.1)"
