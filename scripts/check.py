@@ -123,14 +123,28 @@ def collected(marks="full or not full"):
     "The name that a report has for each test."
     cmd = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", marks]
     said = subprocess.run(cmd, cwd=ROOT, capture_output=True, text=True, timeout=300).stdout
-    ids = [line.split("::", 1) for line in said.splitlines() if ".py::" in line]
-    return [f"{path.removesuffix('.py').replace('/', '.')}::{test}" for path, test in ids]
+    return [report_name(line) for line in said.splitlines() if ".py::" in line]
+
+
+def report_name(node):
+    "The name that junit gives a test of pytest's: its class belongs to the module."
+    path, rest = node.split(".py::", 1)
+    *classes, test = rest.split("::")
+    return f"{'.'.join([path.replace('/', '.'), *classes])}::{test}"
+
+
+def node_of(name):
+    "The other way round; classes are those that begin with a capital."
+    path, test = name.split("::", 1)
+    parts = path.split(".")
+    classes = [p for p in parts if p[:1].isupper()]
+    return "::".join(["/".join(p for p in parts if p not in classes) + ".py", *classes, test])
 
 
 def again():
     "Run the tests that the report has as failed or as missing, and full ones that came later; put what comes of it in."
     names = left_to_run(json.loads((ROOT/REPORT).read_text()), collected("full"))
-    ids = [f"{path.replace('.', '/')}.py::{test}" for path, test in (name.split("::", 1) for name in names)]
+    ids = [node_of(name) for name in names]
     if ids: pytest("-m", "full or not full", *ids, limit=14400, then=lambda xml: mend_report(xml, ROOT/REPORT))
 
 

@@ -172,6 +172,9 @@ def test_check_goes_on_where_a_full_run_was_stopped(check, tmp_path, monkeypatch
     assert "missing" not in found and found["totals"] == dict(passed=3, failed=0, skipped=0)
     assert [row["test"] for row in found["tests"]] == ["t::a", "t::b", "t::c"]
     assert check.left_to_run(found, ["t::a", "t::d"]) == ["t::d"]
+    nodes = {"tests/test_a.py::test_b[x-1]": "tests.test_a::test_b[x-1]", "tests/test_a.py::TestC::test_d": "tests.test_a.TestC::test_d"}
+    assert [check.report_name(node) for node in nodes] == list(nodes.values())
+    assert [check.node_of(name) for name in nodes.values()] == list(nodes)
     fails = whole("d").replace("</properties>", "</properties><failure/>")
     for xml_text, counts in ((fails, dict(passed=0, failed=1, skipped=0)), (whole("d"), dict(passed=1, failed=0, skipped=0))):
         xml.write_text(xml_text)
