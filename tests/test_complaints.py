@@ -348,6 +348,19 @@ def test_an_exception_in_a_data_worker_shows_where(kernel):
     assert "row 3 is bad" in trace and 'raise ValueError("row 3 is bad")' in trace
 
 
+def test_a_data_worker_leaves_groups_of_its_rank_alone(kernel):
+    "4: in a forked worker the threads of a process group do not exist; collecting a dropped group there waits for ever."
+    kernel.ok(f"%%distributed\n{ROWS}\nimport gc\ngc.disable()\n"
+              "dropped = [dist.new_group()]; dropped.append(dropped)\ndist.barrier(dropped[0])\n"
+              "dist.destroy_process_group(dropped[0]); del dropped")
+    answer = kernel.run("%%distributed\ntry: print(len(list(torch.utils.data.DataLoader(Rows(), num_workers=1, timeout=5,\n"
+                        "    multiprocessing_context='fork', worker_init_fn=lambda worker: gc.collect()))))\n"
+                        "finally: gc.enable()")
+    assert not answer.error, answer.error
+    assert answer.text.split().count("8") == 2
+    check_ranks(kernel)
+
+
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_a_data_worker_that_starts_anew(kernel, method):
     "4: a spawned worker cannot know a class of a cell; it works, or the error says so, within 10 s."

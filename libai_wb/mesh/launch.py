@@ -6,7 +6,7 @@
 __all__ = ['pick_device', 'init_group', 'group_rank', 'join_ranks', 'end_group', 'from_rank0', 'make_mesh', 'RankError',
            'run_ranks']
 
-# %% ../../nbs/12_mesh.launch.ipynb #af748bca
+# %% ../../nbs/12_mesh.launch.ipynb #0c5fbb93
 import faulthandler, gc, math, os, pickle, re, shutil, signal, threading
 import sys, tempfile, time, traceback, warnings
 from contextlib import contextmanager, suppress
@@ -19,7 +19,7 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from .processes import die_with_parent, forkserver
+from .processes import collect_nothing_inherited, die_with_parent, forkserver
 from .room import check_ranks
 from .topology import ParallelLayout
 
@@ -34,7 +34,7 @@ def pick_device(
                          "to run on the CPU, or check nvidia-smi and CUDA_VISIBLE_DEVICES.")
     return device or ("cuda" if found else "cpu")
 
-# %% ../../nbs/12_mesh.launch.ipynb #567a9f07
+# %% ../../nbs/12_mesh.launch.ipynb #afdfc8bb
 def init_group(
     rank: int,
     world: int, # Number of ranks
@@ -46,6 +46,7 @@ def init_group(
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())
+    collect_nothing_inherited() # a forked process has none of the group's threads
     where = dict(init_method="env://") if store is None else dict(store=dist.FileStore(str(store), world))
     dist.init_process_group(backend, rank=rank, world_size=world, timeout=timedelta(seconds=timeout), **where)
 

@@ -6,7 +6,7 @@
 __all__ = ['STUB', 'RANK', 'TORCHRUN', 'call_it_cell', 'failure', 'statements_for', 'define_lazily', 'serve_script',
            'torchrun_args', 'lives', 'end_below', 'serve_torchrun']
 
-# %% ../../nbs/70f_notebook.script.ipynb #4e8e89ca
+# %% ../../nbs/70f_notebook.script.ipynb #6f656cb1
 import ast, atexit, builtins, ctypes, dis, faulthandler, json, os, re, runpy, shutil, signal, sys, threading, time
 import traceback, types
 from contextlib import suppress
@@ -14,7 +14,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import psutil
-from ..mesh.processes import birth, die_with_parent
+from ..mesh.processes import birth, collect_nothing_inherited, die_with_parent
 
 # %% ../../nbs/70f_notebook.script.ipynb #c3c733ba
 def _colours(kind, **options):
@@ -163,7 +163,7 @@ def _leave():
         with suppress(Exception): stream.flush()
     os._exit(0)
 
-# %% ../../nbs/70f_notebook.script.ipynb #1f531b18
+# %% ../../nbs/70f_notebook.script.ipynb #1646b6e4
 def serve_script(
     folder: str, # Session folder
     parent: str, # Process id of torchrun
@@ -171,6 +171,7 @@ def serve_script(
     "Be one rank of a cell that runs as a script."
     die_with_parent()
     if os.getppid() != int(parent): os._exit(1)
+    collect_nothing_inherited()
     faulthandler.enable()
     folder, rank = Path(folder), os.environ["RANK"]
     faulthandler.register(signal.SIGUSR1, file=open(folder/f"rank{rank}.places", "w"), all_threads=False)
