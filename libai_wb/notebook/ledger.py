@@ -102,7 +102,7 @@ def _check_unknown(folder, name):
     for path in (folder/name, folder/f"{name}.ipynb"):
         if path.exists(): raise ValueError(f"{path} exists and is of no sweep; remove it, or choose another folder.")
 
-# %% ../../nbs/75c_notebook.ledger.ipynb #84791113
+# %% ../../nbs/75c_notebook.ledger.ipynb #6cbccd3c
 def plan_points(
     ledger: Ledger,
     points: dict[str, dict], # Parameters by name
@@ -110,10 +110,11 @@ def plan_points(
     again: bool = False, # Also what has finished
 ) -> list[str]: # Names; the ledger knows all points then
     "The points to run."
+    as_text = lambda parameters: json.dumps(sorted(parameters.items())) # 1 is not True, NaN is NaN
     was = {name: ledger.points.get(name, {}) for name in points}
     done = [n for n, p in was.items() if p.get("state") == "finished" and not again]
     stale = {"code of the notebook": [n for n in done if was[n]["digest"] != digest],
-             "fixed parameters": [n for n in done if was[n]["parameters"] != points[n]]}
+             "fixed parameters": [n for n in done if as_text(was[n]["parameters"]) != as_text(points[n])]}
     for what, names in stale.items():
         if names: raise ValueError(f"The {what} changed since {len(names)} of {len(points)} points in "
                                    f"{ledger.path.parent} were run, for example {names[0]}; run all of them again "
