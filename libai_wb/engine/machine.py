@@ -6,12 +6,12 @@
 __all__ = ['GPUS', 'read_memory', 'Starts', 'Machine', 'Cost', 'op_seconds', 'link_of', 'message_seconds', 'work_cost',
            'describe_machine', 'measure_machine']
 
-# %% ../../nbs/58h_engine.machine.ipynb #3c6d4de3
+# %% ../../nbs/58h_engine.machine.ipynb #55f257f0
 import re
 import time
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import product
+from itertools import count, product
 from typing import NamedTuple
 
 import torch
@@ -221,18 +221,19 @@ def _sample(training, batch):
     spent = [b - a for a, b in zip(marks, marks[1:])]
     return [*spent[:-2], spent[-1]]
 
-# %% ../../nbs/58h_engine.machine.ipynb #ce3d0e34
-def _measure_rank(rank, world, device, times, report):
+# %% ../../nbs/58h_engine.machine.ipynb #d96f1a2c
+def _measure_rank(rank, world, device, seconds, report):
     "Everything that is timed, on one of the ranks that do so together."
-    found = dict(rates=_time_rates(device), seed=_clock(_draw, times, device) / 64)
+    start, rounds = time.perf_counter(), count()
+    found = dict(rates=_time_rates(device), seed=_clock(_draw, 40, device) / 64)
     if world > 1: found["links"] = measure_links(device)
     runs = dict(alone=build_training(_tiny(), device=device))
     for name, layout in _layouts(world).items():
         runs[name] = build_training(_tiny(layout.dp), layout, make_mesh(layout, device), device)
     batches, spent = {name: run.loader.batch(0) for name, run in runs.items()}, {name: [] for name in runs}
-    for i in range(times + 3):
+    while from_rank0(next(rounds) < 8 or time.perf_counter() - start < seconds): # the first 3 do not count
         for name, run in runs.items(): spent[name].append(_sample(run, batches[name]))
-        report(i)
+        report(time.perf_counter() - start)
     return found | {name: [lower_quartile(c) for c in zip(*rows[3:])] for name, rows in spent.items()}
 
 def _draw(): named_uniform(draw_key("clock"), torch.arange(64), torch.zeros(64, dtype=torch.int64), (16,))
@@ -286,15 +287,16 @@ def _solve_stages(machine, layouts, found):
         machine = replace(machine, starts=machine.starts._replace(**{name: each, f"{name}_update": a - few * each}))
     return machine
 
-# %% ../../nbs/58h_engine.machine.ipynb #aacb7588
+# %% ../../nbs/58h_engine.machine.ipynb #34c4dd27
 @lru_cache
 def _measured(ranks, device, seconds, progress):
     "The numbers of this machine with so many ranks at work, once in a process."
-    even, times = max(1, ranks - ranks % 2), max(5, round(6 * seconds))
-    bar = tqdm(total=times + 3, desc="measuring this machine", disable=not progress)
+    even = max(1, ranks - ranks % 2)
+    bar = tqdm(total=seconds, desc="measuring this machine", disable=not progress,
+               bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed}")
     with bar:
-        found = run_ranks(_measure_rank, even, device, times, device=device,
-                          on_report=lambda rank, _: bar.update(rank == 0))[0]
+        found = run_ranks(_measure_rank, even, device, seconds, device=device,
+                          on_report=lambda rank, done: bar.update(min(done, seconds) - bar.n))[0]
         links = found.get("links", (Link(0., 1e12),) * 2)
         machine = Machine("this machine", ranks, _memory(device, ranks), found["rates"][0], 1e10,
                           Starts(0, 0, 0, seed=found["seed"]), *links, ahead=device == "cuda")
@@ -308,7 +310,7 @@ def _memory(device, ranks):
 
 def measure_machine(
     ranks: int | None = None, # Ranks at work, by default one for each GPU or core
-    seconds: float = 10, # About how long to measure
+    seconds: float = 10, # How long to measure, once the ranks are there
     device: str | None = None, # "cpu", "cuda", or `None` to choose
     progress: bool = True, # Show a bar
 ) -> Machine: # Kept until this process ends
