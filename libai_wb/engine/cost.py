@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['StageCost', 'stage_costs', 'bubble_share', 'StepCost', 'in_seconds', 'estimate_step']
 
-# %% ../../nbs/58i_engine.cost.ipynb #ea988613
+# %% ../../nbs/58i_engine.cost.ipynb #e64e849c
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from .machine import Cost, Machine, link_of, message_seconds, work_cost
@@ -21,7 +21,7 @@ class StageCost(NamedTuple):
     micro: Cost # Each micro-batch
     update: Cost # Once
 
-# %% ../../nbs/58i_engine.cost.ipynb #10caaa21
+# %% ../../nbs/58i_engine.cost.ipynb #25b6b508
 def _crossing(machine, layout, work):
     "Seconds that a stage spends with its messages to the next one and from there, for a micro-batch."
     link = link_of(machine, layout, "pp") or machine.sends
@@ -31,13 +31,20 @@ def _hidden(machine, layout, work, back):
     "Seconds of the sums over `dp` that run behind the backward of the last micro-batch."
     sums = [message_seconds(machine, layout, m) for m in work.update.messages if axis_of(layout, m.ranks) == "dp"]
     return min(back.compute, sum(sums) - max(sums)) if sums and machine.ahead and layout.pp == 1 else 0.
-def _runtime(machine, layout):
-    "What a round and an update cost a pipeline besides."
+def _further(machine, layout, work, overhead):
+    "What a micro-batch behind the first one costs besides, at most as much less as its operations take to start."
+    if layout.tp > 1: return 0. # cut parameters are handed out anew each time
+    return max(-overhead, machine.starts.again * sum(len(w.ops) for w in (work.forward, work.backward)))
+
+def _runtime(machine, layout, work, overhead):
+    "What a round and an update cost besides."
     s = machine.starts
-    if layout.pp == 1: return 0., 0.
+    if layout.pp == 1:
+        each = _further(machine, layout, work, overhead)
+        return each, -each # the first one costs all
     return (s.gpipe, s.gpipe_update) if layout.schedule == "gpipe" else (s.stage, s.stage_update)
 
-# %% ../../nbs/58i_engine.cost.ipynb #df60b9f4
+# %% ../../nbs/58i_engine.cost.ipynb #e7901e38
 def stage_costs(
     machine: Machine,
     layout: ParallelLayout,
@@ -47,7 +54,7 @@ def stage_costs(
     crossings, found = [0., *(_crossing(machine, layout, w) for w in works)], []
     for stage, w in enumerate(works):
         there, back = (work_cost(machine, layout, getattr(w, p), p, w.cut) for p in ("forward", "backward"))
-        each, once = _runtime(machine, layout)
+        each, once = _runtime(machine, layout, w, there.overhead + back.overhead)
         more = Cost(overhead=each, communication=crossings[stage] + crossings[stage + 1])
         update = work_cost(machine, layout, w.update, "update") + Cost(overhead=machine.starts.step + once)
         update = update._replace(communication=update.communication - _hidden(machine, layout, w, back))

@@ -41,7 +41,7 @@ def read_memory(
     raise ValueError(f"Memory {memory!r} is not understood; write a number of bytes above 0, or one with its unit, "
                      "such as 80GB or 24 GiB.")
 
-# %% ../../nbs/58h_engine.machine.ipynb #d2b46633
+# %% ../../nbs/58h_engine.machine.ipynb #9d93ab90
 class Starts(NamedTuple):
     "Seconds that pass before work begins."
     forward: float # Per operation
@@ -54,6 +54,7 @@ class Starts(NamedTuple):
     gpipe: float = 0. # The same with the schedule GPipe
     stage_update: float = 0. # Per update of a pipeline
     gpipe_update: float = 0. # The same with the schedule GPipe
+    again: float = 0. # Per operation of a further micro-batch; below 0 where it starts sooner than in the first
     step: float = 0. # Per update
     seed: float = 1e-5 # Per generator of random numbers
 
@@ -165,16 +166,17 @@ def describe_machine(
     return Machine(name, gpus, read_memory(holds if memory is None else memory), share * (flops or peak),
                    bandwidth or moves, starts, near, near, Link(2e-5, far) if gpus > node else None, node, ahead=True)
 
-# %% ../../nbs/58h_engine.machine.ipynb #ccc9400c
+# %% ../../nbs/58h_engine.machine.ipynb #81c77a20
 def _tiny(dp=1):
     "A recipe whose steps do almost nothing."
     return load_recipe("vit_nano_digits", ["model.embed_dim=16", "model.num_heads=2",
                                            f"train.global_batch_size={8 * dp}"])
 
 def _layouts(ranks):
-    "The layouts in which the tiny recipe is timed, by the number that they tell: cut, and in pipelines."
-    if ranks < 2: return {}
-    found = dict(cut=ParallelLayout(dp=ranks // 2, tp=2))
+    "The layouts in which the tiny recipe is timed, by what they tell: a further micro-batch, cut, and in pipelines."
+    found = dict(again=ParallelLayout(dp=ranks, acc=8))
+    if ranks < 2: return found
+    found["cut"] = ParallelLayout(dp=ranks // 2, tp=2)
     for acc, schedule in product((2, 8), ("1f1b", "gpipe")):
         found[f"{schedule} {acc}"] = ParallelLayout(dp=ranks // 2, pp=2, acc=acc, schedule=schedule)
     return found
@@ -190,7 +192,7 @@ def _clock(call, times, device):
         spent.append(time.perf_counter() - start)
     return lower_quartile(spent[3:])
 
-# %% ../../nbs/58h_engine.machine.ipynb #f3df1a1d
+# %% ../../nbs/58h_engine.machine.ipynb #344b90cc
 def _time_rates(device):
     "Matrix products per second, and the seconds of a transformer block forward and backward."
     a, b = torch.randn(512, 256, device=device), torch.randn(256, 512, device=device)
@@ -206,7 +208,7 @@ def _sample(training, batch):
     def mark():
         if training.device == "cuda": torch.cuda.synchronize()
         marks.append(time.perf_counter())
-    if training.layout.pp == 1:
+    if training.layout.pp == 1 and training.layout.acc in (None, 1):
         stage, ready = StageModule(model, make_objective(model)), step.prepare(batch)[0]
         for p in step.params: p.grad = None
         from_rank0(None) # all ranks begin together
@@ -261,7 +263,7 @@ def _count_block():
     with OpCounter() as counter: block(x).sum().backward()
     return counter.work
 
-# %% ../../nbs/58h_engine.machine.ipynb #01c97fe0
+# %% ../../nbs/58h_engine.machine.ipynb #a3a48f17
 def _solve_cut(machine, layout, parts):
     "What it costs that parameters are cut: first an operation on one, then handing out its local part."
     work, spent = count_step(_tiny(layout.dp), layout), dict(zip(("forward", "backward", "update"), parts))
@@ -271,13 +273,19 @@ def _solve_cut(machine, layout, parts):
     return replace(machine, starts=machine.starts._replace(**cut))
 
 def _rest(machine, layout, seconds):
-    "Rounds of a pipeline, and the seconds of its update besides work and messages."
-    ends = [count_step(_tiny(layout.dp), layout, stage * layout.dp) for stage in range(2)]
+    "Rounds of a layout, and the seconds of its update besides work and messages."
+    ends = [count_step(_tiny(layout.dp), layout, stage * layout.dp) for stage in range(layout.pp)]
     known = [sum(work_cost(machine, layout, getattr(w, p), p).seconds for p in ("forward", "backward")) for w in ends]
-    known = max(known) + sum(map(machine.sends.send, (ends[0].sent, ends[0].returned)))
+    known = max(known) + sum(map(machine.sends.send, filter(None, (ends[0].sent, ends[0].returned))))
     last = max(work_cost(machine, layout, w.update, "update").seconds for w in ends) + machine.starts.step
     rounds = layout.acc + layout.pp - 1
     return rounds, seconds - last - rounds * known
+
+def _solve_again(machine, layout, parts):
+    "What an operation costs less in the micro-batches behind the first one."
+    work, (rounds, spare) = count_step(_tiny(layout.dp), layout), _rest(machine, layout, *parts)
+    again = spare / (rounds - 1) / sum(len(w.ops) for w in (work.forward, work.backward))
+    return replace(machine, starts=machine.starts._replace(again=again))
 
 def _solve_stages(machine, layouts, found):
     "What pipelines cost besides that, per round and per update: from an update of few rounds and one of many."
@@ -287,7 +295,7 @@ def _solve_stages(machine, layouts, found):
         machine = replace(machine, starts=machine.starts._replace(**{name: each, f"{name}_update": a - few * each}))
     return machine
 
-# %% ../../nbs/58h_engine.machine.ipynb #34c4dd27
+# %% ../../nbs/58h_engine.machine.ipynb #92c0b815
 @lru_cache
 def _measured(ranks, device, seconds, progress):
     "The numbers of this machine with so many ranks at work, once in a process."
@@ -301,7 +309,8 @@ def _measured(ranks, device, seconds, progress):
         machine = Machine("this machine", ranks, _memory(device, ranks), found["rates"][0], 1e10,
                           Starts(0, 0, 0, seed=found["seed"]), *links, ahead=device == "cuda")
         machine, layouts = _solve_alone(machine, found), _layouts(even)
-        if layouts: machine = _solve_stages(_solve_cut(machine, layouts["cut"], found["cut"]), layouts, found)
+        machine = _solve_again(machine, layouts["again"], found["again"])
+        if even > 1: machine = _solve_stages(_solve_cut(machine, layouts["cut"], found["cut"]), layouts, found)
     return machine
 
 def _memory(device, ranks):
