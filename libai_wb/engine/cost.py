@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['StageCost', 'stage_costs', 'bubble_share', 'StepCost', 'in_seconds', 'estimate_step']
 
-# %% ../../nbs/58i_engine.cost.ipynb #e64e849c
+# %% ../../nbs/58i_engine.cost.ipynb #ea988613
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from .machine import Cost, Machine, link_of, message_seconds, work_cost
@@ -21,7 +21,7 @@ class StageCost(NamedTuple):
     micro: Cost # Each micro-batch
     update: Cost # Once
 
-# %% ../../nbs/58i_engine.cost.ipynb #25b6b508
+# %% ../../nbs/58i_engine.cost.ipynb #48342082
 def _crossing(machine, layout, work):
     "Seconds that a stage spends with its messages to the next one and from there, for a micro-batch."
     link = link_of(machine, layout, "pp") or machine.sends
@@ -34,7 +34,7 @@ def _hidden(machine, layout, work, back):
 def _further(machine, layout, work, overhead):
     "What a micro-batch behind the first one costs besides, at most as much less as its operations take to start."
     if layout.tp > 1: return 0. # cut parameters are handed out anew each time
-    return max(-overhead, machine.starts.again * sum(len(w.ops) for w in (work.forward, work.backward)))
+    return max(-overhead, machine.starts.again * work.ops)
 
 def _runtime(machine, layout, work, overhead):
     "What a round and an update cost besides."

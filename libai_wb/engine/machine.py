@@ -192,7 +192,7 @@ def _clock(call, times, device):
         spent.append(time.perf_counter() - start)
     return lower_quartile(spent[3:])
 
-# %% ../../nbs/58h_engine.machine.ipynb #344b90cc
+# %% ../../nbs/58h_engine.machine.ipynb #a5197f9f
 def _time_rates(device):
     "Matrix products per second, and the seconds of a transformer block forward and backward."
     a, b = torch.randn(512, 256, device=device), torch.randn(256, 512, device=device)
@@ -208,7 +208,7 @@ def _sample(training, batch):
     def mark():
         if training.device == "cuda": torch.cuda.synchronize()
         marks.append(time.perf_counter())
-    if training.layout.pp == 1 and training.layout.acc in (None, 1):
+    if training.layout.pp == training.plan.acc == 1:
         stage, ready = StageModule(model, make_objective(model)), step.prepare(batch)[0]
         for p in step.params: p.grad = None
         from_rank0(None) # all ranks begin together
@@ -240,12 +240,12 @@ def _measure_rank(rank, world, device, seconds, report):
 
 def _draw(): named_uniform(draw_key("clock"), torch.arange(64), torch.zeros(64, dtype=torch.int64), (16,))
 
-# %% ../../nbs/58h_engine.machine.ipynb #2afea3fb
+# %% ../../nbs/58h_engine.machine.ipynb #dc59e5a4
 def _per(seconds, count): return max(0., seconds) / max(1, count)
 
 def _solve_alone(machine, found):
     "Bandwidth, and what operations cost to start on one rank."
-    tiny = count_step(_tiny(), ParallelLayout())
+    tiny = _count_tiny(ParallelLayout())
     works, parts = (tiny.forward, tiny.backward, tiny.update), found["alone"]
     block = _count_block()
     rest = sum(op.bytes for op in block.ops if not op.flops)
@@ -257,16 +257,21 @@ def _solve_alone(machine, found):
                           starts=machine.starts._replace(forward=starts[0], backward=starts[1], update=starts[2]))
     return replace(machine, starts=machine.starts._replace(step=max(0., parts[3] - sum(parts[:3]))))
 
+@lru_cache
+def _count_tiny(layout, rank=0):
+    "The work of the tiny recipe."
+    return count_step(_tiny(layout.dp), layout, rank)
+
 def _count_block():
     "The work of the block that `_time_rates` times."
     block, x = _block().to("meta"), torch.empty(16, 65, 128, device="meta", requires_grad=True)
     with OpCounter() as counter: block(x).sum().backward()
     return counter.work
 
-# %% ../../nbs/58h_engine.machine.ipynb #a3a48f17
+# %% ../../nbs/58h_engine.machine.ipynb #9020ffa5
 def _solve_cut(machine, layout, parts):
     "What it costs that parameters are cut: first an operation on one, then handing out its local part."
-    work, spent = count_step(_tiny(layout.dp), layout), dict(zip(("forward", "backward", "update"), parts))
+    work, spent = _count_tiny(layout), dict(zip(("forward", "backward", "update"), parts))
     rest = lambda phase: spent[phase] - work_cost(machine, layout, getattr(work, phase), phase).seconds
     machine = replace(machine, starts=machine.starts._replace(sharded=_per(rest("update"), work.update.sharded)))
     cut = {f"cut_{phase}": _per(rest(phase), work.cut) for phase in ("forward", "backward")}
@@ -274,7 +279,7 @@ def _solve_cut(machine, layout, parts):
 
 def _rest(machine, layout, seconds):
     "Rounds of a layout, and the seconds of its update besides work and messages."
-    ends = [count_step(_tiny(layout.dp), layout, stage * layout.dp) for stage in range(layout.pp)]
+    ends = [_count_tiny(layout, stage * layout.dp) for stage in range(layout.pp)]
     known = [sum(work_cost(machine, layout, getattr(w, p), p).seconds for p in ("forward", "backward")) for w in ends]
     known = max(known) + sum(map(machine.sends.send, filter(None, (ends[0].sent, ends[0].returned))))
     last = max(work_cost(machine, layout, w.update, "update").seconds for w in ends) + machine.starts.step
@@ -283,8 +288,8 @@ def _rest(machine, layout, seconds):
 
 def _solve_again(machine, layout, parts):
     "What an operation costs less in the micro-batches behind the first one."
-    work, (rounds, spare) = count_step(_tiny(layout.dp), layout), _rest(machine, layout, *parts)
-    again = spare / (rounds - 1) / sum(len(w.ops) for w in (work.forward, work.backward))
+    rounds, spare = _rest(machine, layout, *parts)
+    again = spare / (rounds - 1) / _count_tiny(layout).ops
     return replace(machine, starts=machine.starts._replace(again=again))
 
 def _solve_stages(machine, layouts, found):

@@ -113,7 +113,7 @@ class Held(NamedTuple):
         "Most bytes of an update."
         return max(self.peak + (in_flight - 1) * self.more + self.moments, self.stays)
 
-# %% ../../nbs/58g_engine.work.ipynb #8ceb3007
+# %% ../../nbs/58g_engine.work.ipynb #40cb9105
 @dataclass
 class StepWork:
     "What a training step asks of one rank."
@@ -125,6 +125,9 @@ class StepWork:
     sent: int # Bytes to the next stage for a micro-batch
     returned: int # Bytes that come back from it as gradients
     held: Held
+
+    @property
+    def ops(self) -> int: return len(self.forward.ops) + len(self.backward.ops) # Of one micro-batch
 
 # %% ../../nbs/58g_engine.work.ipynb #5ca8cbd9
 def count_step(
